@@ -41,8 +41,8 @@ from mmspec.resolve import DrafterCache
 from mmspec.reuse import after_prompt, find_prefix
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
-from mmspec.targets.model_state import model_revision, unknown_code
-from mmspec.targets.module_scan import ModuleScan, scan_modules
+from mmspec.targets.model_state import ModelState, unknown_code
+from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.patched_class import own_generate
 from mmspec.targets.prompt_rows import PIXEL_INPUTS
 from mmspec.targets.quantised_copy import drop_copies
@@ -65,6 +65,7 @@ class PatchState:
         costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
         huge_pages: moves the weights into huge pages.
+        model_state: what a scan of its modules has found.
         lanes: what recorded rounds share.
         prefixes: what calls with `reuse_prefix` leave to later ones.
         drafter_cache: drafters that calls selected by name.
@@ -82,6 +83,7 @@ class PatchState:
         self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
         self.huge_pages = HugePages()
+        self.model_state = ModelState()
         self.lanes = LanePool(self._warn_once)
         self.drafter_cache = DrafterCache()
         self.prefixes = PrefixStore()
@@ -125,7 +127,7 @@ class PatchState:
         if (reason := reason_before_binding(self.model)) is not None:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, *args, **kwargs))
         arguments = bind_arguments(plain_generate, args, kwargs)
-        modules, revision = scan_modules(self.model), model_revision(self.adapter)
+        modules, revision = self.model_state.now(self.adapter)
         if (reason := self.policy.before_prepare(arguments, modules, revision, config.drafter)) is not None:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
         load_kernel_choices(self.autotuner.choices)

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from mmspec.cpu.narrow_linear import choice_key, narrow_linear, timed_part
 from mmspec.cpu.weights import FLOAT_TYPES
 from mmspec.economy.kernels import IN_C, KERNEL_CHOICES, ONEDNN, PLAIN, TRANSPOSED, KernelChoices
 from mmspec.engine.undo import Replaced, VariableSet
-from mmspec.live import reread
+from mmspec.live import all_modules, reread
 
 logger = logging.getLogger("mmspec")
 
@@ -192,12 +193,8 @@ def active_kernel() -> CKernel | None:
 @reread
 def find_linear_layers(roots: Iterable[nn.Module], device_type: str = "cpu") -> list[nn.Linear]:
     """The layers whose forward may be replaced: exact type, float32 or half precision, on a device, no own forward."""
-    found: dict[int, nn.Linear] = {}
-    for root in roots:
-        for module in root.modules():
-            if type(module) is nn.Linear and not why_not_replaced(module, device_type):
-                found[id(module)] = module
-    return list(found.values())
+    linear = [module for module in all_modules(roots) if type(module) is nn.Linear]
+    return [layer for layer in linear if not why_not_replaced(layer, device_type)]
 
 
 def is_replaced(module: nn.Module) -> bool:
@@ -207,17 +204,19 @@ def is_replaced(module: nn.Module) -> bool:
 
 def why_not_replaced(layer: nn.Module, device_type: str) -> str:
     """What about a layer forbids to replace its forward; "" if nothing does."""
-    weight = getattr(layer, "weight", None)
+    attributes = layer.__dict__  # asked for each layer in each call: `layer.weight` is found by a function in Python
+    weight: Any = None if "weight" in attributes else layer._parameters.get("weight")
     if type(layer) is not nn.Linear or type(weight) is not nn.Parameter:
         return "in layers or tensors of other classes (experts, or quantised already)"
-    reasons = {
-        "in layers whose forward was replaced": "forward" in layer.__dict__ and not is_replaced(layer),
-        f"in {weight.dtype}".replace("torch.", ""): weight.dtype not in FLOAT_TYPES,
-        f"on {weight.device.type}, not {device_type}": weight.device.type != device_type,
-        "made under torch.inference_mode, so no change is noticed": weight.is_inference(),
-        "not contiguous": not weight.is_contiguous(),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if "forward" in attributes and not is_replaced(layer):
+        return "in layers whose forward was replaced"
+    if weight.dtype not in FLOAT_TYPES:
+        return f"in {weight.dtype}".replace("torch.", "")
+    if weight.device.type != device_type:
+        return f"on {weight.device.type}, not {device_type}"
+    if weight.is_inference():
+        return "made under torch.inference_mode, so no change is noticed"
+    return "" if weight.is_contiguous() else "not contiguous"
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
-from mmspec.live import reread
+from mmspec.live import all_modules, reread
 
 MAX_PREFIX_BYTES = 1 << 30
 """Largest memory of all that is kept for one model; what was used longest ago goes first."""
@@ -283,7 +283,7 @@ class PrefixStore:
 
 @reread
 def _revision_of(model: nn.Module, code: Callable[[Sequence[nn.Module]], Any]) -> Revision:
-    return Revision(list(model.modules()), code, reads_bits=True, reads_data=True)
+    return Revision(all_modules([model]), code, reads_bits=True, reads_data=True)
 
 
 def _stack(parts: Sequence[Tensor], end: int, dim: int) -> Tensor:

@@ -8,8 +8,12 @@ a model run, and whether their code is known at all, is in `mmspec.targets.model
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, call, itemgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +40,13 @@ UNREAD_ATTRIBUTES = IGNORED_ATTRIBUTES | {
 """Attributes that are not compared by value."""
 PLAIN_TENSORS = frozenset((nn.Parameter, Tensor))
 """Classes of tensors that are described by their address."""
+CODE_TYPES = frozenset((types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial))
+"""Classes of attributes that are code: a method of the class may stand behind one."""
+COMMON_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that all modules have. Of those that are not described apart `training` alone says how a forward runs."""
+WEIGHT_ATTRIBUTES = "_parameters", "_buffers"
+LAYOUT = Tensor.data_ptr, attrgetter("dtype"), attrgetter("shape"), Tensor.stride
+"""What is compared of plain tensors: `.data` may have been replaced, also by another view of the same memory."""
 PLAIN_CLASS = "_mmspec_plain_class"
 """Attribute of the class of a patched model: its class before `patch`, which computes the same."""
 BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,13 +79,16 @@ class Revision:
             reads_data: also compare all other attributes of the modules, by value (`value_of`).
         """
         self._code, self._reads_bits, self._reads_data = code, reads_bits, reads_data
-        parts = (*modules, *(one for module in modules for one in (*_weights(module), _own_forward(module))))
+        own_code = (_function(one) for _, one in _own_code(modules, _own_values(modules)[1]))
+        parts = (*modules, *(one for module in modules for one in _weights(module)), *own_code)
         self._gone: list[Any] = []  # references to what is there no more: it may have left its id to another
         # Packed weights cannot be swapped, as `model.to` does, while there are weak references to them.
         self._packed = [one for one in parts if isinstance(one, Tensor) and type(one) not in PLAIN_TENSORS]
         packed = set(map(id, self._packed))
         self._parts = [
-            weakref.ref(one, self._gone.append) for one in parts if one is not None and id(one) not in packed
+            weakref.ref(one, self._gone.append)
+            for one in parts
+            if id(one) not in packed and type(one).__weakrefoffset__
         ]
         self._num_modules = len(modules)
         self._state = describe(modules), code(modules)
@@ -117,8 +131,9 @@ class Revision:
 
         None is made: half the time of making one goes to references to all weights.
         """
-        now = (describe(modules), self._code(modules)), (_configs(modules), None)
-        return (self._state, self._data) == now and not self._gone
+        if self._gone or self._state != (describe(modules), self._code(modules)):
+            return False
+        return self._data == (_configs(modules), None)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Revision) or self._gone or self._state != other._state or self._data != other._data:
@@ -145,36 +160,91 @@ def revision_of(
 
 
 def describe(modules: Sequence[nn.Module]) -> list[Any]:
-    """What a `Revision` compares of modules, but for the attributes of `describe_data`."""
-    found: list[Any] = [*torch_module._global_forward_hooks, "", *torch_module._global_forward_pre_hooks]
+    """What a `Revision` compares of modules, but for the attributes of `describe_data`.
+
+    It is asked before each call, and before each round of calls with user code. So what all modules have is read of
+    all at once, by functions in C.
+    """
     kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
-    found += [kind.forward for kind in kinds]
-    for module in modules:  # before every round of calls with user code: no function is called for what is plain
+    plain_class = {kind: vars(kind).get(PLAIN_CLASS, kind) for kind in kinds}
+    parts, parameters, buffers = (list(map(attrgetter(name), modules)) for name in ("_modules", *WEIGHT_ATTRIBUTES))
+    weights = [*_all_values(parameters), *_all_values(buffers)]
+    plain = [one for one in weights if type(one) in PLAIN_TENSORS]
+    others = [one for one in weights if one is not None and type(one) not in PLAIN_TENSORS]
+    scalars = [one for one in _all_values(buffers) if one is not None and one.device.type == "cpu" and one.numel() == 1]
+    readers, values = _own_values(modules)
+    return [
+        [*torch_module._global_forward_hooks, "", *torch_module._global_forward_pre_hooks],
+        [kind.forward for kind in kinds],
+        list(map(id, modules)),
+        list(map(plain_class.__getitem__, map(type, modules))),
+        list(map(attrgetter("training"), modules)),
+        list(map(len, (*parts, *parameters, *buffers))),
+        list(map(id, _all_values(parts))),
+        list(map(id, weights)),
+        [0 if one.is_inference() else one._version for one in plain],
+        *([*map(read, plain)] for read in LAYOUT),
+        [(type(one), version_of(one)) for one in others],  # the class may refuse an address
+        [one.item() for one in scalars],  # such as a scale, which C gets by value: `.data` edits leave no trace
+        readers,
+        list(map(type, values)),
+        [one for one in values if type(one) in SIMPLE_TYPES],
+        [(where, id(_function(one)), id(getattr(one, "__self__", None))) for where, one in _own_code(modules, values)],
+    ]
+
+
+def _all_values(dicts: Iterable[Any]) -> Iterator[Any]:
+    """The values of dicts one after another, most of which are empty."""
+    return chain.from_iterable(map(methodcaller("values"), filter(None, dicts)))
+
+
+def _own_values(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any]]:
+    """What reads the attributes of each module that not all modules have, one object for the same names; all values."""
+    attributes = [module.__dict__ for module in modules]
+    readers = list(map(_reader, map(tuple, attributes)))
+    try:
+        return readers, list(chain.from_iterable(map(call, readers, attributes)))
+    except KeyError as error:  # for `reread`
+        raise RuntimeError("attributes of a module changed during iteration") from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _reader(names: tuple[str, ...]) -> Callable[[Any], Sequence[Any]]:
+    return _reader_of(tuple(name for name in names if name not in UNREAD_ATTRIBUTES and name not in COMMON_ATTRIBUTES))
+
+
+@functools.lru_cache(maxsize=4096)
+def _reader_of(names: tuple[str, ...]) -> Callable[[Any], Sequence[Any]]:
+    """Returns the values of these names in a dict."""
+    return itemgetter(*names) if len(names) > 1 else lambda attributes: [attributes[name] for name in names]
+
+
+def _own_code(modules: Sequence[nn.Module], values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """(where, hook or function) of what modules run besides their classes, but for what mmspec puts there.
+
+    Args:
+        modules: the modules.
+        values: of their attributes, which may be methods that their classes have too.
+    """
+    found = list[tuple[Any, Any]]()
+    if not CODE_TYPES.isdisjoint(map(type, values)):
+        found += [(None, one) for one in values if type(one) in CODE_TYPES]
+    for index, module in enumerate(modules):
         attributes = module.__dict__
-        kind = vars(type(module)).get(PLAIN_CLASS, type(module))
-        own = getattr(attributes.get("forward"), "__func__", attributes.get("forward"))
-        found += id(module), kind, id(None if own is fast_forward else own)
-        for key, hook in module._forward_hooks.items():
-            if getattr(hook, "__module__", None) != CAPTURING_CODE:
-                found.append(key)
-        found += ["", *module._forward_pre_hooks]
-        found += map(id, module._modules.values())
-        for weight in (*module._parameters.values(), *module._buffers.values()):
-            if weight is None:
-                found.append(None)
-            elif type(weight) in PLAIN_TENSORS:
-                found += id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
-            else:  # of a packed or spread weight the class may refuse an address
-                found += id(weight), type(weight), version_of(weight)
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer.device.type == "cpu" and buffer.numel() == 1:
-                found.append(buffer.item())  # such as a scale, which C gets by value: `.data` edits leave no trace
-        for name, value in attributes.items():
-            if type(value) in SIMPLE_TYPES and name not in IGNORED_ATTRIBUTES:
-                found.append((name, value))
+        if "forward" in attributes and _function(attributes["forward"]) is not fast_forward:
+            found.append((index, attributes["forward"]))
+        if module._forward_hooks or module._forward_pre_hooks:
+            after = ((("after", key), hook) for key, hook in module._forward_hooks.items())
+            before = ((("before", key), hook) for key, hook in module._forward_pre_hooks.items())
+            found += [one for one in (*after, *before) if getattr(one[1], "__module__", None) != CAPTURING_CODE]
         if "_active_adapter" in attributes:
-            found += attributes["_active_adapter"]  # names of PEFT's adapters
+            found += [(name, None) for name in attributes["_active_adapter"]]  # of PEFT
     return found
+
+
+def _function(code: Any) -> Any:
+    """The function of a bound method, which is made anew each time it is asked for; else the code itself."""
+    return getattr(code, "__func__", code)
 
 
 def _configs(modules: Sequence[nn.Module]) -> list[Any]:
@@ -190,14 +260,6 @@ def _weights(module: nn.Module) -> list[Tensor]:
 
 def _checksums(modules: Sequence[nn.Module]) -> list[Tensor]:
     return [part for module in modules for one in _weights(module) for part in bit_checksums(one)]
-
-
-def _own_forward(module: nn.Module) -> Any:
-    """The function that a module has in place of its class's forward, or None."""
-    forward = module.__dict__.get("forward")
-    if forward is None or is_replaced(module):
-        return None
-    return getattr(forward, "__func__", forward)
 
 
 def describe_data(modules: Sequence[nn.Module]) -> list[Any]:

@@ -18,9 +18,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmspec.engine.revision import Revision, revision_of
-from mmspec.live import reread
+from mmspec.live import all_modules, reread
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.module_scan import ModuleScan, called_functions, calls_library_code
+from mmspec.targets.module_scan import ModuleScan, called_functions, calls_library_code, scan_modules
 
 PLAIN_CODE = ("transformers.", "torch.nn.")
 """Packages whose modules have no switches that change a forward without changing a weight."""
@@ -28,16 +28,45 @@ PLAIN_CODE = ("transformers.", "torch.nn.")
 
 def model_revision(adapter: ModelAdapter) -> Revision:
     """The present revision of what a model's rounds run: the same object as long as nothing has changed."""
-    return revision_of(adapter.model, list(_modules_of_rounds(adapter)), describe_calls)
+    return revision_of(adapter.model, _modules_of_rounds(adapter), describe_calls)
+
+
+class ModelState:
+    """The scan of a model's modules, and the revision of those that its rounds run: found anew where they changed.
+
+    A scan of plain modules reads nothing but what a revision compares.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Revision, Revision, ModuleScan] | None = None
+
+    def now(self, adapter: ModelAdapter) -> tuple[ModuleScan, Revision]:
+        """Both for the model as it is at present."""
+        revision, others, known = model_revision(adapter), _other_modules(adapter), self._known
+        if known is not None and known[0] is revision and known[1].is_of(others):
+            return known[2], revision
+        scan = scan_modules(adapter.model)
+        is_plain = not (scan.has_user_code or scan.foreign) and scan.can_use_inference_mode
+        self._known = None
+        if is_plain and all(map(is_plain_class, scan.kinds)):
+            self._known = revision, Revision(others), scan
+        return scan, revision
 
 
 @reread
-def _modules_of_rounds(adapter: ModelAdapter) -> dict[nn.Module, None]:
+def _other_modules(adapter: ModelAdapter) -> list[nn.Module]:
+    """Those that encode images."""
+    of_rounds = set(_modules_of_rounds(adapter))
+    return [module for module in all_modules([adapter.model]) if module not in of_rounds]
+
+
+@reread
+def _modules_of_rounds(adapter: ModelAdapter) -> list[nn.Module]:
     """The modules that run in a forward over text, and those around them: without those that encode images."""
-    model = adapter.model
-    parts = adapter.text_model, model.get_input_embeddings(), model.get_output_embeddings()
-    inner = (module for part in parts if part is not None for module in part.modules())
-    return dict.fromkeys((*_path_to(model, adapter.text_model), *inner))
+    model, text_model = adapter.model, adapter.text_model
+    parts = text_model, model.get_input_embeddings(), model.get_output_embeddings()
+    inner = all_modules(part for part in parts if part is not None)
+    return list(dict.fromkeys((*_path_to(model, text_model), *inner)))
 
 
 def _path_to(root: nn.Module, part: nn.Module) -> list[nn.Module]:
@@ -65,7 +94,7 @@ def unknown_code(adapter: ModelAdapter, modules: ModuleScan) -> str | None:
     """
     if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
         return "quantised, offloaded, compiled or replaced modules"
-    if not all(is_plain_class(type(module)) for module in adapter.text_model.modules()):
+    if not all(map(is_plain_class, set(map(type, all_modules([adapter.text_model]))))):
         return "modules of other packages, which may switch their forward"
     if not all(map(calls_library_code, modules.kinds)):
         return "a function of transformers or torch that user code has replaced"

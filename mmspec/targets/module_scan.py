@@ -101,20 +101,23 @@ class _ScanState:
             self.prompt_linear_layers.append(module)
             if in_decoder:
                 self.linear_layers.append(module)
-        self._check_forward(module)
-        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__:
+        attributes = module.__dict__
+        if "forward" in attributes or module._compiled_call_impl is not None:
+            self._check_forward(module)
+        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in attributes:
             self._check_hooks(module)
         if quantises_activations(module):
             self.quantisers.append(module)
         if kind not in self.origins:
             self.origins[kind] = _class_origin(kind, kind.forward)
         origin = self.origins[kind]
+        weights = [one for one in module._parameters.values() if type(one) is not nn.Parameter and one is not None]
         if origin == "stateful":
             name = callable_name(kind.forward)
             self.hooked.append((module, f"a forward that refers to variables around it ({name})"))
-        elif origin == "foreign" or any(map(_is_foreign, module._parameters.values())):
+        elif origin == "foreign" or any(map(_is_foreign, weights)):
             self.foreign.append(module)
-        if self.distributed is None and any(map(_is_distributed, module._parameters.values())):
+        if self.distributed is None and any(map(_is_distributed, weights)):
             self.distributed = module
 
     def _check_forward(self, module: nn.Module) -> None:

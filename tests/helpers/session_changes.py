@@ -75,6 +75,13 @@ def step(model: PreTrainedModel) -> None:
     model.eval()
 
 
+def transposed(model: PreTrainedModel) -> None:
+    """Square weights, in the memory where they are."""
+    for weight in layer(model, 1).parameters():
+        if weight.dim() == 2 and weight.shape[0] == weight.shape[1]:
+            weight.data = weight.data.t()
+
+
 def roll_head(model: PreTrainedModel) -> None:
     head(model).weight = nn.Parameter(torch.roll(head(model).weight.detach(), 5, 0))
 
@@ -169,6 +176,7 @@ CHANGES: dict[str, Change] = {
         model.get_input_embeddings().weight.data.roll(1, 0)
     ),
     "a bias": lambda model: setattr(head(model), "bias", nn.Parameter(torch.linspace(-1, 1, len(head(model).weight)))),
+    "transposed": transposed,
     "types and back": lambda model: model.to(torch.bfloat16).to(torch.float32),
     "shared memory": lambda model: model.share_memory(),
     "a module": lambda model: setattr(layer(model), "mlp", copy.deepcopy(layer(model).mlp)),

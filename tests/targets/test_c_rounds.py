@@ -686,6 +686,11 @@ class TripledLinear(nn.Linear):
         return 3 * nn.Linear.forward(self, input)
 
 
+def transpose(weight: nn.Parameter) -> None:
+    """The same memory, read in another order; no counter of changes tells."""
+    weight.data = weight.data.t()
+
+
 CHANGES_DURING_A_CALL: dict[str, Callable[[Any], Any]] = {
     "eps": lambda model: setattr(model.get_decoder().layers[1].input_layernorm, "variance_epsilon", 3.0),
     "scaling": lambda model: setattr(model.get_decoder().layers[1].self_attn, "scaling", 9.0),
@@ -693,6 +698,10 @@ CHANGES_DURING_A_CALL: dict[str, Callable[[Any], Any]] = {
     "class": lambda model: setattr(model.lm_head, "__class__", TripledLinear),
     "max_norm": lambda model: setattr(model.get_input_embeddings(), "max_norm", 0.5),
     "forward": lambda model: setattr(model.lm_head, "forward", functools.partial(TripledLinear.forward, model.lm_head)),
+    "forward of another": lambda model: setattr(
+        model.get_decoder().layers[1].mlp, "forward", model.get_decoder().layers[0].mlp.forward
+    ),
+    "transposed": lambda model: transpose(model.get_decoder().layers[1].self_attn.o_proj.weight),
 }
 
 

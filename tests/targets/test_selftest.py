@@ -512,22 +512,26 @@ def test_a_generate_of_ones_own(override: Any, late: bool, caplog: pytest.LogCap
 # --- the pass over the modules ----------------------------------------------------------------------------------------
 
 
-def test_one_pass_over_the_modules_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_over_the_modules_until_one_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmspec import fallback
-    from mmspec import generate as calls
-    from mmspec.targets import module_scan
+    from mmspec.targets import model_state, module_scan
 
     passes: list[Any] = []
     model = fresh_model()
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
-        for place in (calls, fallback, module_scan):
+        for place in (model_state, fallback, module_scan):
             monkeypatch.setattr(place, "scan_modules", lambda model: (passes.append(model), scan_modules(model))[1])
         walks: list[Any] = []
         modules = nn.Module.modules
         monkeypatch.setattr(nn.Module, "modules", lambda self, *args: (walks.append(self), modules(self, *args))[1])
-        model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), **MODES[0])
+        tower = next(part for part in modules(model) if "vision" in type(part).__name__.lower())
+        changes = (None, None, lambda: setattr(tower, "scaling", 2.0), None, lambda: model.lm_head.train())
+        for change, count in zip(changes, (1, 1, 2, 2, 3), strict=True):
+            if change is not None:
+                change()
+            model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), **MODES[0])
+            assert passes == count * [model]
         walked = list(walks)  # `unpatch` looks for hooks
-    assert passes == [model]
     assert not any(part is model for part in walked), "a walk over all modules besides the one pass"
 
 
