@@ -41,7 +41,7 @@ from mmspec.resolve import DrafterCache
 from mmspec.reuse import after_prompt, find_prefix
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
-from mmspec.targets.model_state import ModelState, unknown_code
+from mmspec.targets.model_state import ModelState
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.patched_class import own_generate
 from mmspec.targets.prompt_rows import PIXEL_INPUTS
@@ -159,7 +159,7 @@ class PatchState:
         """What is known of a call that the loop decodes."""
         vision_args, needs = self.adapter.layout.vision_args, config.drafter.requirements
         repeats = max(1, option_getter(arguments, self.model)("num_return_sequences") or 1)
-        unknown = unknown_code(self.adapter, modules)
+        unknown = self.model_state.unknown_code(self.adapter, modules)
         return CallPlan(
             adapter=self.adapter,
             config=config,

@@ -175,7 +175,7 @@ def describe(modules: Sequence[nn.Module]) -> list[Any]:
     readers, values = _own_values(modules)
     return [
         [*torch_module._global_forward_hooks, "", *torch_module._global_forward_pre_hooks],
-        [kind.forward for kind in kinds],
+        [code for kind in kinds for code in (kind.forward, kind.__call__)],
         list(map(id, modules)),
         list(map(plain_class.__getitem__, map(type, modules))),
         list(map(attrgetter("training"), modules)),

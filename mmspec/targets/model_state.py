@@ -28,7 +28,7 @@ PLAIN_CODE = ("transformers.", "torch.nn.")
 
 def model_revision(adapter: ModelAdapter) -> Revision:
     """The present revision of what a model's rounds run: the same object as long as nothing has changed."""
-    return revision_of(adapter.model, _modules_of_rounds(adapter), describe_calls)
+    return revision_of(adapter.model, _modules_of(adapter)[0], describe_calls)
 
 
 class ModelState:
@@ -39,34 +39,37 @@ class ModelState:
 
     def __init__(self) -> None:
         self._known: tuple[Revision, Revision, ModuleScan] | None = None
+        self._unknown_code: tuple[ModuleScan, str | None] | None = None
 
     def now(self, adapter: ModelAdapter) -> tuple[ModuleScan, Revision]:
         """Both for the model as it is at present."""
-        revision, others, known = model_revision(adapter), _other_modules(adapter), self._known
+        of_rounds, others = _modules_of(adapter)
+        revision, known = revision_of(adapter.model, of_rounds, describe_calls), self._known
         if known is not None and known[0] is revision and known[1].is_of(others):
             return known[2], revision
         scan = scan_modules(adapter.model)
         is_plain = not (scan.has_user_code or scan.foreign) and scan.can_use_inference_mode
         self._known = None
         if is_plain and all(map(is_plain_class, scan.kinds)):
-            self._known = revision, Revision(others), scan
+            self._known = revision, Revision(others, describe_calls), scan
         return scan, revision
 
+    def unknown_code(self, adapter: ModelAdapter, modules: ModuleScan) -> str | None:
+        """`unknown_code` for a scan of `now`."""
+        known = self._unknown_code
+        if known is None or known[0] is not modules:
+            known = self._unknown_code = modules, _unknown_modules(adapter, modules)
+        return known[1] or _unknown_mode(adapter)
+
 
 @reread
-def _other_modules(adapter: ModelAdapter) -> list[nn.Module]:
-    """Those that encode images."""
-    of_rounds = set(_modules_of_rounds(adapter))
-    return [module for module in all_modules([adapter.model]) if module not in of_rounds]
-
-
-@reread
-def _modules_of_rounds(adapter: ModelAdapter) -> list[nn.Module]:
-    """The modules that run in a forward over text, and those around them: without those that encode images."""
+def _modules_of(adapter: ModelAdapter) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules that run in a forward over text, with those around them; and those that encode images."""
     model, text_model = adapter.model, adapter.text_model
     parts = text_model, model.get_input_embeddings(), model.get_output_embeddings()
     inner = all_modules(part for part in parts if part is not None)
-    return list(dict.fromkeys((*_path_to(model, text_model), *inner)))
+    of_rounds = dict.fromkeys((*_path_to(model, text_model), *inner))
+    return list(of_rounds), [module for module in all_modules([model]) if module not in of_rounds]
 
 
 def _path_to(root: nn.Module, part: nn.Module) -> list[nn.Module]:
@@ -84,7 +87,6 @@ def describe_calls(modules: Sequence[nn.Module]) -> list[Any]:
     return [*map(id, called_functions(tuple(dict.fromkeys(map(type, modules))))), ALL_ATTENTION_FUNCTIONS.get("sdpa")]
 
 
-@reread
 def unknown_code(adapter: ModelAdapter, modules: ModuleScan) -> str | None:
     """Why it is not known what exactly a model's rounds run, so that nothing may stand in for it; None if it is.
 
@@ -92,15 +94,22 @@ def unknown_code(adapter: ModelAdapter, modules: ModuleScan) -> str | None:
         adapter: of the model.
         modules: result of the scan over its modules.
     """
+    return _unknown_modules(adapter, modules) or _unknown_mode(adapter)
+
+
+@reread
+def _unknown_modules(adapter: ModelAdapter, modules: ModuleScan) -> str | None:
     if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
         return "quantised, offloaded, compiled or replaced modules"
     if not all(map(is_plain_class, set(map(type, all_modules([adapter.text_model]))))):
         return "modules of other packages, which may switch their forward"
     if not all(map(calls_library_code, modules.kinds)):
         return "a function of transformers or torch that user code has replaced"
-    if torch.is_autocast_enabled(adapter.model.device.type):
-        return "autocast"
     return None
+
+
+def _unknown_mode(adapter: ModelAdapter) -> str | None:
+    return "autocast" if torch.is_autocast_enabled(adapter.model.device.type) else None
 
 
 def is_plain_class(kind: type) -> bool:
