@@ -32,7 +32,7 @@ from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.engine.undo import undone
-from mmspec.interfaces import Compressor, ObservedRound, Prompt, VisualGrid
+from mmspec.interfaces import ObservedRound, Prompt, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import Prefilled, prefill
@@ -63,13 +63,13 @@ def decode(call: Call) -> Any:
         call.stats.prefill_s = time.perf_counter() - start
         target = prefilled[0]
         try:
-            loop, prompt = _build_loop(call, prefilled)
+            loop = _build_loop(call, prefilled)
             try:
-                _run(call, loop, target, prefilled[1], prompt)
+                _run(call, loop, prefilled)
             finally:
                 if loop.sampler.noise is not None:
                     loop.sampler.noise.close(loop.output.steps - 1)
-            result = _finish(call, target, loop.output, prompt.compressor)
+            result = _finish(call, target, loop)
         except BaseException:
             target.restore_user_cache()
             raise
@@ -81,14 +81,16 @@ def decode(call: Call) -> Any:
 
 
 @undone  # before its noise is closed, which draws: a mode that forbids that may be left by an interrupt
-def _run(call: Call, loop: DecodeLoop, target: HFTarget, logits: Tensor, prompt: Prompt) -> None:
+def _run(call: Call, loop: DecodeLoop, prefilled: Prefilled) -> None:
     """Run the loop of a call."""
+    target, logits, _ = prefilled
     with target.decoding():
-        loop.run(logits, prompt, partial(use_kernels, call.plan, target))
+        loop.run(logits, partial(use_kernels, call.plan, target))
 
 
-def _finish(call: Call, target: HFTarget, output: OutputBuffer, compressor: Compressor | None) -> Any:
+def _finish(call: Call, target: HFTarget, loop: DecodeLoop) -> Any:
     """End the streamer, count, and return the result."""
+    output, compressor = loop.output, loop.prompt.compressor
     if output.streamer is not None:
         output.streamer.end()
     _count_tokens(call.stats, output)
@@ -114,8 +116,8 @@ def _count_tokens(stats: Stats, output: OutputBuffer) -> None:
 # --- the parts of a call ----------------------------------------------------------------------------------------------
 
 
-def _build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt]:
-    """The loop of a call after its prefill, and the prompt as its drafter sees it."""
+def _build_loop(call: Call, prefilled: Prefilled) -> DecodeLoop:
+    """The loop of a call after its prefill."""
     plan, (target, logits, _) = call.plan, prefilled
     drafter, observers = plan.config.drafter, plan.config.observers
     sampler = _build_sampler(call, logits)
@@ -133,9 +135,10 @@ def _build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt]:
             for observer in observers:
                 observer(one)
 
-    loop = DecodeLoop(
+    return DecodeLoop(
         target=target,
         drafter=drafter,
+        prompt=prompt,
         output=output,
         sampler=sampler,
         chooser=prompt.chooser,
@@ -146,7 +149,6 @@ def _build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt]:
         observe=observe if observers else None,
         isolation=None if is_builtin(drafter) else private_draws,
     )
-    return loop, prompt
 
 
 def _build_sampler(call: Call, prompt_logits: Tensor) -> TreeSampler:

@@ -54,6 +54,7 @@ class DecodeLoop:
     Attributes:
         target: scores trees and owns the KV cache.
         drafter: proposes trees.
+        prompt: as the drafter sees it.
         output: the emitted tokens; calls criteria and streamer.
         sampler: samples an id at every node.
         chooser: decides whether to draft and how many nodes to score.
@@ -68,6 +69,7 @@ class DecodeLoop:
 
     target: Target
     drafter: Drafter
+    prompt: Prompt
     output: OutputBuffer
     sampler: TreeSampler
     chooser: Chooser
@@ -80,26 +82,22 @@ class DecodeLoop:
     recorded: RecordedRounds | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._prompt: Prompt | None = None
         self._has_failed = self._has_moved = False
         self._root = root_only(len(self.output.emitted), self.draftable.device)
         if can_record_rounds(self.target, self.output, self.sampler):
             assert isinstance(self.target, RecordableTarget)
             self.recorded = RecordedRounds(self.target, self.drafter, self.output, self.sampler, self.draftable)
 
-    def run(
-        self, prompt_logits: Tensor, prompt: Prompt, kernels: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def run(self, prompt_logits: Tensor, kernels: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Decode until all rows are finished.
 
         Args:
             prompt_logits: [B, V] logits of the last position of the prompt.
-            prompt: the prompt, for the drafter.
             kernels: called when the first tokens are out (`mmspec.backend.use_kernels`: who computes); its context
                 is that of the drafter and of the rounds.
         """
         output = self.output
-        self.stats.row_forwards, self._prompt = [0] * prompt_logits.shape[0], prompt
+        self.stats.row_forwards = [0] * prompt_logits.shape[0]
         if self.sampler.constraints:
             output.confirm = self._confirm
         first = self._verify_first((prompt_logits[:, None], {}))
@@ -108,7 +106,7 @@ class DecodeLoop:
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
         with kernels():
-            state = self._ask(self._hook, self.drafter.begin, prompt)
+            state = self._ask(self._hook, self.drafter.begin, self.prompt)
             if isinstance(self.target, RecordableTarget) and self.target.recordings is not None:
                 self._ask(self._hook, self.drafter.use_recordings, state, self.target.recordings)
             self._tell(state, first.result)
@@ -192,8 +190,7 @@ class DecodeLoop:
     def _tell(self, state: Any, result: VerifyResult, num_proposed: int | None = None) -> None:
         """Tell the observers of a round."""
         if self.observe is not None:
-            assert self._prompt is not None
-            self.observe(ObservedRound(self._prompt, result.own_copy(), num_proposed, state))
+            self.observe(ObservedRound(self.prompt, result.own_copy(), num_proposed, state))
 
     def _ask(self, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
         """What a hook of the drafter returns. None from its first error on, which costs the call its drafts alone."""
