@@ -94,7 +94,7 @@ def use_kernels(plan: CallPlan, target: HFTarget) -> AbstractContextManager[None
     _use_c(plan, target, reason)
     if reason is not None or config.backend == "torch":
         return nullcontext()
-    layers = _replaced_layers([*plan.modules.linear_layers, *modules_of(config.drafter)], config)
+    layers = _large(find_linear_layers([*plan.modules.linear_layers, *modules_of(config.drafter)]), config)
     if load_kernel() is not None and plan.autotuner.allow_c:
         of_target = set(plan.modules.linear_layers)
         read = [layer.weight for layer in layers if layer in of_target]
@@ -107,14 +107,14 @@ def use_prompt_linear_kernels(plan: CallPlan) -> AbstractContextManager[None]:
     """The same for the prompt's forward, vision tower included."""
     if plan.config.backend == "torch" or _reason_against_c(plan) is not None:
         return nullcontext()
-    layers = _replaced_layers(plan.modules.prompt_linear_layers, plan.config)
+    layers = _large(plan.modules.prompt_linear_layers, plan.config)
     return use_fast_linears(plan.autotuner, layers, plan.config.deterministic)
 
 
-def _replaced_layers(roots: Iterable[nn.Module], config: SpecConfig) -> list[nn.Linear]:
+def _large(layers: Iterable[nn.Linear], config: SpecConfig) -> list[nn.Linear]:
     """The linear layers whose kernel is chosen; with `deterministic` all of them have the same."""
     least = 0 if config.deterministic else SMALLEST_REPLACED
-    return [layer for layer in find_linear_layers(roots) if layer.weight.numel() >= least]
+    return [layer for layer in layers if layer.in_features * layer.out_features >= least]
 
 
 # --- C ----------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from mmspec.cpu.linear import is_replaced
+from mmspec.cpu.linear import find_linear_layers, is_replaced
 from mmspec.live import reread
 from mmspec.targets.activation_quantisers import quantises_activations
 
@@ -55,7 +55,7 @@ class ModuleScan:
         foreign: decoder modules of unknown classes or with parameters of unknown classes (see `selftest`).
         can_use_inference_mode: whether no tensor created in a forward outlives it.
         linear_layers: the `nn.Linear` layers of the decoder and of the output embeddings.
-        prompt_linear_layers: those of the whole model, vision tower included.
+        prompt_linear_layers: those of the whole model, vision tower included, whose forward may be replaced on a CPU.
         kinds: the classes of all modules.
     """
 
@@ -186,7 +186,7 @@ def scan_modules(model: Any) -> ModuleScan:
         foreign=tuple(foreign),
         can_use_inference_mode=state.can_use_inference_mode and not may_store_tensors,
         linear_layers=tuple(state.linear_layers),
-        prompt_linear_layers=tuple(state.prompt_linear_layers),
+        prompt_linear_layers=tuple(find_linear_layers(state.prompt_linear_layers)),
         kinds=tuple(state.origins),
     )
 
