@@ -109,13 +109,10 @@ class TrainOptions(TableOptions):
     progress: bool | None = option(None, "bar (default: on a terminal, else lines)", _HOW)
 
     cache_gib: float = _real(4.0, "host memory for the target's hidden states, in GiB (4)")
-    hidden_loss: float = _real(1.0, "weight of smooth L1 on the hidden states (1)")
-    logits_loss: float = _real(0.1, "weight of soft cross-entropy on the logits (0.1)")
     ttt_steps: int = _number(
         3, "training-time-test steps: forwards per batch, all but the first on the head's own outputs (3)"
     )
     text_first: bool = option(False, "MSD's schedule: text alone for half the steps, then more images", _SET)
-    noise: float = _real(0.0, "uniform noise on hidden states (EAGLE: 0.2; 0)")
     ffn: int | None = _number(None, "intermediate size (that of the target)")
     block: int | None = _number(None, "tokens per forward (flash: 5, falcon: 2)", letter="K")
     visual_mode: str | None = option(

@@ -147,9 +147,8 @@ def build_trainer(
         options.steps,
         options.batch_size,
         options.lr,
-        hidden_noise=options.noise,
         seed=options.seed,
-        weights=LossWeights(options.hidden_loss, options.logits_loss, options.ttt_steps, loss=options.loss),
+        weights=LossWeights(ttt_steps=options.ttt_steps, loss=options.loss),
     )
     placeholder_id = torch.tensor(next(iter(teacher.media_token_ids), 0), device=model.device)
     placeholder = embeddings.embed(placeholder_id).float()

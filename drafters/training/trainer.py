@@ -11,7 +11,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,6 @@ class TrainConfig:
         learning_rate: the highest one.
         warmup_steps: steps of linear warm-up.
         max_grad_norm: gradients are clipped to this norm.
-        hidden_noise: width of uniform noise on the hidden states (0.2 in EAGLE); 0 for none.
         seed: of the noise and of every random choice.
         weights: of the loss.
     """
@@ -60,7 +59,6 @@ class TrainConfig:
     learning_rate: float = 1e-3
     warmup_steps: int = 50
     max_grad_norm: float = 0.5
-    hidden_noise: float = 0.0
     seed: int = 0
     weights: LossWeights = field(default_factory=LossWeights)
 
@@ -271,8 +269,6 @@ class Trainer:
     def _train_step(self) -> dict[str, float]:
         start = time.monotonic()
         batch = self.get_batch(self.step).to(self.placeholder.device)
-        if self.config.hidden_noise:
-            batch = self._add_noise(batch)
         metrics: dict[str, float] = {"teacher_s": time.monotonic() - start}
         learning_rate = self.config.learning_rate_at(self.step)
         for name, model in self.draft_models.items():
@@ -305,14 +301,6 @@ class Trainer:
         if torch.isfinite(norm):
             optimizer.step()
         return metrics | {"loss": float(loss.detach()), "norm": float(norm)}
-
-    def _add_noise(self, batch: TrainBatch) -> TrainBatch:
-        """Add uniform noise to the hidden states (EAGLE: width 0.2 at 512 tokens, less for longer sequences)."""
-        hidden_states = batch.hidden_states
-        rng = torch.Generator(hidden_states.device).manual_seed(self.config.seed * 1_000_003 + self.step)
-        width = self.config.hidden_noise * 512 / batch.input_ids.shape[1]
-        noise = torch.rand(hidden_states.shape, generator=rng, device=hidden_states.device, dtype=torch.float32) - 0.5
-        return replace(batch, hidden_states=hidden_states + (noise * width).to(hidden_states.dtype))
 
     def _log(self, metrics: dict[str, float]) -> None:
         if self.distributed.rank:
