@@ -21,7 +21,8 @@ PER_CALL_INPUTS = ("use_cache", "cache_position", "logits_to_keep", "custom_gene
 
 
 @functools.lru_cache(maxsize=64)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """`inspect.signature`, found once for a function."""
     return inspect.signature(function)
 
 
@@ -29,7 +30,7 @@ def bind_arguments(
     plain_generate: functools.partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The arguments of `generate` by name, without a `custom_generate` of None."""
-    bound = _signature(plain_generate.func).bind(*plain_generate.args, *args, **kwargs).arguments
+    bound = signature_of(plain_generate.func).bind(*plain_generate.args, *args, **kwargs).arguments
     bound.pop(next(iter(bound)))  # the model
     var_kwargs = bound.pop("kwargs", {})
     arguments = {**bound, **var_kwargs}
@@ -41,7 +42,7 @@ def bind_arguments(
 def prompt_inputs(arguments: dict[str, Any], model: Any) -> dict[str, Any]:
     """The arguments of `generate` that describe the prompt."""
     cache_names = {CACHE_ARGUMENT, "past_key_values"}  # the older name is still accepted by newer transformers
-    options = {*inspect.signature(own_generate(model)).parameters, *cache_names, *vars(GenerationConfig())}
+    options = {*signature_of(own_generate(model)).parameters, *cache_names, *vars(GenerationConfig())}
     inputs = {name: value for name, value in arguments.items() if name not in options and value is not None}
     if arguments.get("inputs") is not None:
         inputs["input_ids"] = arguments["inputs"]

@@ -16,13 +16,12 @@ A reason names the option, since it is logged once as a warning (one that holds 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mmspec.arguments import OptionGetter, option_getter, prompt_inputs
+from mmspec.arguments import OptionGetter, option_getter, prompt_inputs, signature_of
 from mmspec.call import Call
 from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
@@ -141,7 +140,7 @@ def reason_before_binding(model: Any) -> str | None:
     """Reason to pass the call to the class's own `generate` unchanged, whatever its signature; or None."""
     generate = own_generate(model)
     # Library models whose `generate` takes no prompt first (BLIP-2) run an inner model on embeddings.
-    if is_library_code(generate) and "inputs" in inspect.signature(generate).parameters:
+    if is_library_code(generate) and "inputs" in signature_of(generate).parameters:
         return None
     return f"a generate of its own ({type(model).__name__})"
 
