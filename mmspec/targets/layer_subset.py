@@ -102,7 +102,7 @@ class CallLayerSubsets:
     def _c_forwards(self) -> CForwards | None:
         """Its forwards in C; the target has its own by the first draft."""
         forwards = self._target.c_forwards
-        return forwards if forwards is None or self._copy is None else self._copy.rounds(forwards)
+        return forwards if forwards is None or self._copy is None else self._copy.c_forwards(forwards)
 
     def open(self, layers: Sequence[int]) -> DraftTarget:
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call

@@ -130,18 +130,18 @@ class QuantisedCopy:
         """A shallow copy of the model that computes the copied layers by the quantised weights."""
         return with_forwards(model, {name: self._forward(one.weight) for name, one in self.layers.items()})
 
-    def rounds(self, rounds: CForwards) -> CForwards | None:
+    def c_forwards(self, forwards: CForwards) -> CForwards | None:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
         if not isinstance(self._products, CProducts):
             return None
         known = self._decoder
-        if known is None or known.shape != rounds.decoder.shape or self._revision is not rounds.revision:
-            made = self._new_rounds(rounds)
-            known, self._revision = None if made is None else made.decoder, rounds.revision
+        if known is None or known.shape != forwards.decoder.shape or self._revision is not forwards.revision:
+            made = self._new_forwards(forwards)
+            known, self._revision = None if made is None else made.decoder, forwards.revision
             self._decoder = known
-        return None if known is None else rounds.over(known)
+        return None if known is None else forwards.over(known)
 
-    def _new_rounds(self, rounds: CForwards) -> CForwards | None:
+    def _new_forwards(self, forwards: CForwards) -> CForwards | None:
         modules = dict(self.model.named_modules())
         weights: dict[tuple[int, tuple[int, ...]], QuantisedWeight] = {}
         for name, one in self.layers.items():
@@ -157,7 +157,7 @@ class QuantisedCopy:
                 raise ValueError("a weight without a copy")
             return found
 
-        found = rounds.with_matrices(convert)
+        found = forwards.with_matrices(convert)
         if found is not None:
             found.decoder.prepare_angles()
         return found
