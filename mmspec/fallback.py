@@ -121,7 +121,7 @@ class FallbackPolicy:
         self, modules: ModuleScan, revision: Revision, arguments: dict[str, Any]
     ) -> str | None:
         """Why the self-test failed on the model in its present state, or None. Runs once for each state."""
-        if self._adapter.unsupported_reason():  # the call is decoded by transformers, with that reason
+        if "self-test" not in revision and self._adapter.unsupported_reason():  # it falls back with that
             return None
         with self._lock:
             return revision.cached("self-test", lambda: self._find_selftest_failure(modules, arguments))

@@ -143,8 +143,9 @@ class ModelAdapter:
     @property
     def _mask_config(self) -> Any:
         """The config that the text model builds its masks from: its own, which may differ from the whole model's."""
-        own = getattr(self.text_model, "config", None)
-        return self.text_config if own is None or self.text_model is self.model else own
+        text_model = self.text_model
+        own = getattr(text_model, "config", None)
+        return self.text_config if own is None or text_model is self.model else own
 
     @property
     def num_embeddings(self) -> int:

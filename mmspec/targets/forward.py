@@ -213,15 +213,16 @@ def _node_keys(tree: DraftTree, lengths: Tensor) -> Tensor:
 
 def takes_one_mask(adapter: ModelAdapter) -> bool:
     """Whether a model has layers of several types, or a window, and takes one mask for all positions and layers."""
-    if len(adapter.layer_types) > 1 and not adapter.accepts_mask_per_layer_type:
+    types = adapter.layer_types
+    if len(types) > 1 and not adapter.accepts_mask_per_layer_type:
         return True
-    return "sliding_attention" in adapter.layer_types and not adapter.has_window_masks
+    return "sliding_attention" in types and not adapter.has_window_masks
 
 
 def unsupported_length(adapter: ModelAdapter, max_length: int) -> str | None:
     """Why a call of so many positions at most is not supported; None if it is."""
     window = adapter.sliding_window
-    if not takes_one_mask(adapter) or window is None or max_length <= window:
+    if window is None or max_length <= window or not takes_one_mask(adapter):
         return None
     return (
         f"a length limit beyond sliding_window={window} (the model accepts one mask for all layers, which is "
