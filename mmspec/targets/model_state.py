@@ -38,6 +38,7 @@ class ModelState:
     """
 
     def __init__(self) -> None:
+        self._is_plain = True
         self._known: tuple[Revision, Revision, ModuleScan] | None = None
         self._unknown_code: tuple[ModuleScan, str | None] | None = None
 
@@ -47,11 +48,11 @@ class ModelState:
         revision, known = revision_of(adapter.model, of_rounds, describe_calls), self._known
         if known is not None and known[0] is revision and known[1].is_of(others):
             return known[2], revision
+        other = Revision(others, describe_calls) if self._is_plain else None  # before the scan: threads may change it
         scan = scan_modules(adapter.model)
-        is_plain = not (scan.has_user_code or scan.foreign) and scan.can_use_inference_mode
-        self._known = None
-        if is_plain and all(map(is_plain_class, scan.kinds)):
-            self._known = revision, Revision(others, describe_calls), scan
+        self._is_plain = not (scan.has_user_code or scan.foreign) and scan.can_use_inference_mode
+        self._is_plain &= all(map(is_plain_class, scan.kinds))
+        self._known = (revision, other, scan) if self._is_plain and other is not None else None
         return scan, revision
 
     def unknown_code(self, adapter: ModelAdapter, modules: ModuleScan) -> str | None:
