@@ -990,7 +990,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = range(args.first_seed, args.first_seed + args.count)
     results: list[CaseResult] = []
     with get_context("fork").Pool(args.jobs, initializer=init_worker) as pool:
-        for result in pool.imap(RunSeed(args.identity, args.family, args.drafter), seeds, chunksize=4):
+        run = partial(run_seed, identity=args.identity, family=args.family, drafter=args.drafter)
+        for result in pool.imap(run, seeds, chunksize=4):
             results.append(result)
             if result.differences:
                 print(result.report(), flush=True)
@@ -1005,18 +1006,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({"versions": versions, "summary": totals, "failures": failures}, file, indent=1)
     return int(totals["identical"] < totals["cases"])
-
-
-@dataclass(frozen=True)
-class RunSeed:
-    """Runs a seed in a worker process; see `run_seed`."""
-
-    identity: bool = False
-    family: str = ""
-    drafter: str = ""
-
-    def __call__(self, seed: int) -> CaseResult:
-        return run_seed(seed, self.identity, family=self.family, drafter=self.drafter)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def measure(family: str, cases: int, pool: Any) -> Row:
         row.heads = working_heads(family)
     except Exception as error:
         row.error = f"{type(error).__name__}: {error}"
-    for result in pool.imap(fuzz.RunSeed(family=family), range(cases), chunksize=4):
+    for result in pool.imap(partial(fuzz.run_seed, family=family), range(cases), chunksize=4):
         row.cases += 1
         row.identical += not result.differences
         row.speculated += not result.fallback

@@ -14,11 +14,9 @@ from fake_target import (
     LAYERS,
     NUM_LAYERS,
     FakeTarget,
-    begin_decoding,
-    build_layers_batch,
-    build_layers_prompt,
     check_training,
 )
+from pair_losses import scores_beside_drafts
 from parity import assert_parity, get_model
 from published_heads import check_refused, write_head
 from published_layouts import LAYOUTS, H, V
@@ -28,8 +26,6 @@ from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.heads.base.expand import PairExpander
 from mmspec.drafters.heads.dflash2.head import Dflash2Config, Dflash2Drafter, Dflash2Head
 from mmspec.drafters.heads.dflash2.loss import dflash2_loss
-from mmspec.drafters.training.batch import DraftModel
-from mmspec.drafters.training.losses import LossAccumulator, LossInputs
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
@@ -189,43 +185,17 @@ def new_head() -> Dflash2Head:
 
 
 @torch.no_grad()
-def test_the_loss_is_of_the_scores_of_drafting(target: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each anchor the logits and the candidates' scores of a draft there, behind the text's own tokens."""
-    head, batch = new_head(), build_layers_batch(target)
-    recorded: list[Any] = []
-    monkeypatch.setattr(
-        LossAccumulator,
-        "add",
-        lambda self, slot, outputs, labels, mask, choose: recorded.append((slot, outputs, labels, choose)),
-    )
-    monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
-    model = DraftModel(head, "coupled", "dflash2")
-    dflash2_loss(LossInputs(model, batch, target.shared_embeddings, torch.zeros(32)))
+def test_the_loss_is_of_the_scores_of_drafting(target: FakeTarget) -> None:
+    """At each anchor the candidates' scores of a draft there, behind the text's own tokens."""
+    head, checked = new_head(), 0
     drafter = Dflash2Drafter(head, num_layers=NUM_LAYERS, top_k=3)
-    places = {tuple(batch.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
-    expanders: dict[int, PairExpander] = {}
-    for anchor in range(7, 12):
-        state = begin_decoding(target, drafter, build_layers_prompt(target, anchor, (0, 0)))
-        expanders[anchor] = drafter.expander(state)
-    checked = 0
-    for slot, outputs, labels, choose in recorded:
-        logits = head.logits(outputs, target.shared_embeddings, None)
-        candidates, scores = choose(logits)
-        for index, label in enumerate(labels):
-            row, position = places[tuple(label.tolist())]
-            if (expander := expanders.get(position - slot)) is None:
-                continue
-            tokens, hidden = target.input_ids[:, position, None], expander.root_hidden
-            if slot and int(tokens[row]) not in expander.candidates[row, slot - 1]:
-                continue
-            if slot:
-                hidden = expander.expand(slot, expander.embed(tokens), hidden)
-            expected = torch.full((head.config.vocab_size,), -torch.inf)
-            expected[expander.candidates[row, slot]] = expander.logits(slot, hidden)[row, 0]
-            found = expected[candidates[index]]
-            both = found.isfinite()  # ids that stand for media are not drafted
-            assert torch.allclose(found[both], scores[index][both], atol=1e-3) and int(both.sum()) > 2
-            checked += 1
+    for _, (candidates, scores), (ids, drafted) in scores_beside_drafts(target, "dflash2", drafter, dflash2_loss, True):
+        if drafted is None:
+            continue
+        found = torch.full((head.config.vocab_size,), -torch.inf).index_copy_(0, ids, drafted)[candidates]
+        both = found.isfinite()  # ids that stand for media are not drafted
+        assert torch.allclose(found[both], scores[both], atol=1e-3) and int(both.sum()) > 2
+        checked += 1
     assert checked > 15
 
 

@@ -14,11 +14,9 @@ from fake_target import (
     LAYERS,
     NUM_LAYERS,
     FakeTarget,
-    begin_decoding,
-    build_layers_batch,
-    build_layers_prompt,
     check_training,
 )
+from pair_losses import scores_beside_drafts
 from parity import assert_parity, get_model
 from published_heads import check_refused, write_head
 from published_layouts import LAYOUTS, H, V
@@ -27,8 +25,6 @@ from slow_blocks import SlowLilicorr
 from mmspec.drafters.heads.base.expand import PairExpander
 from mmspec.drafters.heads.lilicorr.head import LilicorrConfig, LilicorrDrafter, LilicorrHead
 from mmspec.drafters.heads.lilicorr.loss import lilicorr_loss
-from mmspec.drafters.training.batch import DraftModel
-from mmspec.drafters.training.losses import LossAccumulator, LossInputs
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
@@ -151,39 +147,17 @@ def new_head() -> LilicorrHead:
 
 
 @torch.no_grad()
-def test_the_loss_is_of_the_scores_of_drafting(target: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each anchor those of a draft there, behind the text's own tokens."""
-    head, batch = new_head(), build_layers_batch(target)
-    recorded: list[Any] = []
-    monkeypatch.setattr(
-        LossAccumulator,
-        "add",
-        lambda self, slot, outputs, labels, mask, choose: recorded.append((slot, labels, choose(outputs))),
-    )
-    monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
-    model = DraftModel(head, "coupled", "lilicorr")
-    lilicorr_loss(LossInputs(model, batch, target.shared_embeddings, torch.zeros(32)))
-    drafter = LilicorrDrafter(head, num_layers=NUM_LAYERS, top_k=3)
-    places = {tuple(batch.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
-    expanders: dict[int, PairExpander] = {}
-    for anchor in range(7, 12):
-        state = begin_decoding(target, drafter, build_layers_prompt(target, anchor, (0, 0)))
-        state.logit_bias = torch.zeros(40)
-        expanders[anchor] = drafter.expander(state)
-    checked = 0
-    for slot, labels, (candidates, scores) in recorded:
-        for index, label in enumerate(labels):
-            row, position = places[tuple(label.tolist())]
-            if (expander := expanders.get(position - slot)) is None:
-                continue
-            tokens, hidden = target.input_ids[:, position, None], expander.root_hidden
-            if slot and int(tokens[row]) not in expander.candidates[row, slot - 1]:
-                assert not scores[index].any()
-                continue
-            if slot:
-                hidden, checked = expander.expand(slot, expander.embed(tokens), hidden), checked + 1
-            assert candidates[index].tolist() == expander.candidates[row, slot].tolist()
-            assert torch.allclose(expander.logits(slot, hidden)[row, 0], scores[index], atol=1e-3)
+def test_the_loss_is_of_the_scores_of_drafting(target: FakeTarget) -> None:
+    """At each anchor those of a draft there, behind the text's own tokens; 0 behind a token that is no candidate."""
+    drafter, checked = LilicorrDrafter(new_head(), num_layers=NUM_LAYERS, top_k=3), 0
+    for slot, (candidates, scores), (ids, drafted) in scores_beside_drafts(
+        target, "lilicorr", drafter, lilicorr_loss, False
+    ):
+        if drafted is None:
+            assert not scores.any()
+            continue
+        assert candidates.tolist() == ids.tolist() and torch.allclose(drafted, scores, atol=1e-3)
+        checked += slot > 0
     assert checked > 5
 
 
