@@ -127,7 +127,7 @@ def check_no_host_copy(drafter: HeadDrafter, state: DraftState, *layers: int) ->
     taps = {layer: torch.randn(2, 4, 32) for layer in layers}
     drafter.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
     drafter.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
-    for max_nodes in (16, 16, 8):
+    for max_nodes in (16, 8):
         with FakeTensorMode(allow_non_fake_inputs=True):
             tree = drafter.propose(state, max_nodes, [True, False])
             assert tree.tokens.shape == (2, max_nodes)

@@ -361,7 +361,7 @@ def test_heads_learn(target: FakeTarget, kind: str, tmp_path: Path) -> None:
     for part in (target.shared_embeddings.embed_tokens, target.shared_embeddings.lm_head):
         part.requires_grad_(False)
     placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    plan = TrainConfig(max_steps=60, batch_size=2, learning_rate=3e-3, warmup_steps=2)
+    plan = TrainConfig(max_steps=40, batch_size=2, learning_rate=3e-3, warmup_steps=2)
     build_trainer = Trainer(
         tmp_path, draft_models, plan, target.shared_embeddings, lambda step: build_train_batch(target), placeholder, {}
     )
