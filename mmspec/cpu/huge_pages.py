@@ -2,10 +2,11 @@
 
 A round reads all weights, and with pages of 4 KiB a share of its time is spent on looking up where they are.
 `madvise(MADV_COLLAPSE)` (Linux 6.1 or later) moves memory into pages of 2 MiB; addresses and contents stay. It takes
-0.3 to 5 ms a page, in the calling thread, so a call of `generate` spends at most what its own tokens gain by it, and
-later calls go on. Weights that are mapped from a file (a checkpoint in the type that is loaded) are first copied, where
-memory is free, unless they have gradients. What the kernel refuses (no memory in one piece) stays as it is, and is not
-tried again. New weights, of copies, lie there from their first use on (`HugeMemory`). Independent of models.
+0.3 to 5 ms a page, in the calling thread, so calls of `generate` spend what their own tokens gain by it, step by step:
+one of a single token spends nothing. Weights that are mapped from a file (a checkpoint in the type that is loaded) are
+first copied, where memory is free, unless they have gradients. What the kernel refuses (no memory in one piece) stays
+as it is, and is not tried again. New weights, of copies, lie there from their first use on (`HugeMemory`). Independent
+of models.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ GAIN_S = 1e-11
 """Seconds that a token gains for each byte: a quarter of reading it at 25 GB/s."""
 MAX_TOKENS, MAX_CALL_S = 200, 0.5
 """Most tokens of a call that are counted, and most seconds that it spends."""
+FIRST_STEP_S = 0.04
+"""Seconds of a step before one was taken, at 5 ms a page."""
 Range = tuple[int, int]
 """Addresses: of the first byte, and behind the last."""
 _PID = os.getpid()
@@ -67,6 +70,7 @@ class HugePages:
         self.refused = ""
         self.copied: dict[Range, MappedFile] = {}
         self._may_copy = False
+        self._earned_s, self._step_s = 0.0, FIRST_STEP_S
         self._addresses: list[Range] = []
         self._waiting: list[Range] = []
         self._seen: set[Range] = set()
@@ -112,23 +116,25 @@ class HugePages:
                     self._waiting = [one for one in huge_ranges(addresses) if one not in self._seen][::-1]
                 elif total >= MIN_BYTES:
                     self.refused = reason
-            self._move(min(MAX_CALL_S, GAIN_S * total * min(num_tokens, MAX_TOKENS)))
+            self._earned_s = min(MAX_CALL_S, self._earned_s + GAIN_S * total * min(num_tokens, MAX_TOKENS))
+            self._move()
         finally:
             self._lock.release()
 
-    def _move(self, seconds: float) -> None:
-        """Move ranges that wait, until this time is spent."""
-        end_time = time.perf_counter() + seconds
-        while self._waiting and time.perf_counter() < end_time:
+    def _move(self) -> None:
+        """Move ranges that wait, while a step takes no more than calls have earned."""
+        while self._waiting and self._earned_s >= self._step_s:
             if sum(end - start for start, end in self._waiting) > free_bytes():
                 self.refused, self._waiting = "too little memory is free", []
                 return
-            one = self._waiting.pop()
+            one, start = self._waiting.pop(), time.perf_counter()
             self._seen.add(one)
             if reason := self._collapse(*one):
                 self.refused = reason
             else:
                 self.nbytes += one[1] - one[0]
+            self._step_s = min(MAX_CALL_S, time.perf_counter() - start)  # whatever stalls: later calls go on
+            self._earned_s -= self._step_s
             if not self._waiting:
                 logger.info("mmspec: huge pages for weights: %s", self.describe())
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import mmspec
+from mmspec import backend
 from mmspec.cpu import huge_pages as module
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.huge_pages import (
@@ -41,6 +42,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[Range]:
     ranges: list[Range] = []
     monkeypatch.setattr(module, "obstacle", lambda: "")
     monkeypatch.setattr(module, "MIN_BYTES", 0)
+    monkeypatch.setattr(module, "FIRST_STEP_S", 0.0)
     monkeypatch.setattr(module, "collapse", lambda *one: ranges.append(one) or "")
     return ranges
 
@@ -109,20 +111,27 @@ def test_refused_memory_is_not_tried_again(moved: list[Range], monkeypatch: pyte
     assert pages.describe() == "off: Invalid argument"
 
 
+@pytest.mark.parametrize(
+    ("gain_s", "tokens", "counts"),
+    [
+        (1.0, 5, [1, 2, 3, 3]),  # at most 1.5 s a call, of which a step takes one
+        (1.0, 0, [0, 0, 0, 0]),
+        (0.45 / (3 * STEP), 1, [0, 0, 1, 1, 2, 2, 3, 3]),  # a token earns 0.45 s
+    ],
+)
 def test_a_call_spends_what_its_tokens_gain_and_later_calls_go_on(
-    moved: list[Range], monkeypatch: pytest.MonkeyPatch
+    gain_s: float, tokens: int, counts: list[int], moved: list[Range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, clock = weights_of(3 * STEP), iter(range(1000))
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))  # a step takes a second
+    monkeypatch.setattr(module, "FIRST_STEP_S", 1.0)
     monkeypatch.setattr(module, "MAX_CALL_S", 1.5)
-    monkeypatch.setattr(module, "GAIN_S", 1.0)
-    pages = HugePages()
-    pages.add([weight], num_tokens=0)
-    assert not moved
-    for count in (1, 2, 3, 3):
-        pages.add([weight], num_tokens=5)
-        assert len(moved) == count
-    assert sorted(moved) == moved
+    monkeypatch.setattr(module, "GAIN_S", gain_s)
+    pages, found = HugePages(), []
+    for _ in counts:
+        pages.add([weight], num_tokens=tokens)
+        found.append(len(moved))
+    assert found == counts and sorted(moved) == moved
 
 
 def test_new_memory_lies_in_huge_pages_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +321,7 @@ def test_generate_hands_over_what_the_kernels_read(
     monkeypatch.setattr(HugePages, "add", spy)
     if way == "linear kernels":
         monkeypatch.setattr(HFTarget, "use_c", lambda *_: None)
+        monkeypatch.setattr(backend, "SMALLEST_REPLACED", 0)
     model = tiny.build_model(tiny.ModelSpec("qwen3_moe" if way == "experts" else "llava", seed=17, layers=2))
     if way == "bfloat16 copies":
         model.to(torch.bfloat16).to(torch.float32)
