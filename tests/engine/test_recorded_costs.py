@@ -33,6 +33,7 @@ from recorders import record_nothing
 from torch import Tensor
 
 import mmspec
+from mmspec import backend
 from mmspec.economy.kernels import IN_C, KernelChoices
 from mmspec.engine.graph import Replay, StaticFunction
 from mmspec.engine.loop import DecodeLoop
@@ -165,6 +166,7 @@ def count_kernels(kind: str | None, num_layers: int) -> tuple[int, int]:
     with (
         mock.patch.object(KernelChoices, "used", return_value=None),
         mock.patch.object(KernelChoices, "choose", choose_c),
+        mock.patch.object(backend, "SMALLEST_REPLACED", 0),
     ):
         rounds = count_rounds(drafter, 1, False, False, layers=num_layers, tree_size=16, max_new_tokens=32)[:-1]
     return int(median(one.kernels for one in rounds)), int(median(one.outside for one in rounds))
