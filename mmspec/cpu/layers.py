@@ -13,8 +13,9 @@ from mmspec.cpu.structs import fields_of
 from mmspec.cpu.weights import BFLOAT16_PAIRS, FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct
 
 GATE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu_squared": 2}
-HEAD_NORMS = {"each": 0, "all": 1, "rotated": 2}
 """{name: its number in decoder_types.h}"""
+HEAD_NORMS = {"each": 0, "all": 1, "rotated": 2}
+"""{what `q_norm` and `k_norm` normalise: its number in decoder_types.h}"""
 MOST_TAPS, MOST_KEYS, MOST_LAYER_INPUTS = 16, 256, 1024
 """Of a convolution, of a key of a delta rule, of the per-layer inputs: those of decoder_types.h."""
 

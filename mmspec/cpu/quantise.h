@@ -14,7 +14,7 @@ typedef struct {
   int64_t next;
 } quantising;
 
-/* LANES numbers rounded to whole ones of `scale`, within the range of a type. */
+/* Eight numbers rounded to whole ones of `scale`, within the range of a type. */
 AVX2_INLINE __m256 whole8(__m256 v, __m256 inverse, __m256 lowest, __m256 highest) {
   const __m256 near = _mm256_round_ps(_mm256_mul_ps(v, inverse), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm256_min_ps(_mm256_max_ps(near, lowest), highest);
