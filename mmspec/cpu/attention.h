@@ -65,6 +65,10 @@ INLINE void NAME(pair_weights)(float *weights, int64_t width) {
   }
 }
 
+#ifdef TILES
+#include "attention_tiles.h"
+#endif
+
 /* Values [n, D] as float32 [n, step], the last columns zero. */
 INLINE void NAME(load_values)(const char *values, int64_t n, int64_t D, int64_t step, float *tile, const int type) {
   const int64_t bytes = float_bytes(type);
@@ -134,6 +138,12 @@ INLINE void NAME(scores)(const stretch *p, const float *queries, int64_t num_que
   const int whole = type == BFLOAT16_PAIRS ? FLOAT32 : type; /* a pair is as long as a number of float32 */
   for (int64_t t = 0; t < p->T; t += (2 * LANES)) {
     NAME(load_keys)(keys + t * D * float_bytes(type), min64((2 * LANES), p->T - t), columns, tile, whole);
+#ifdef TILES
+    if (type == BFLOAT16_PAIRS && D % (2 * TILE_ROWS) == 0) {
+      score_by_tiles(queries, num_queries, step, tile, columns, out + t, width);
+      continue;
+    }
+#endif
     for (int64_t g = 0; g < groups; g++) {
       const int64_t i = num_queries * g / groups, X = num_queries * (g + 1) / groups - i;
 #define CALL(X) NAME(score_tile)(queries + i * step, step, tile, columns, out + i * width + t, width, X, type)
@@ -143,13 +153,20 @@ INLINE void NAME(scores)(const stretch *p, const float *queries, int64_t num_que
   }
 }
 
-/* Weights [queries, width] times the values of a stretch, to `out` [queries, partial_floats]. */
-INLINE void NAME(weigh)(const decoder *d, const stretch *p, const float *weights, int64_t num_queries, int64_t width,
-                        const char *values, float *tile, float *out, const int type) {
+/* Weights [queries, width] of consecutive queries from `first` on times the values of a stretch, to `out` [queries,
+   partial_floats]; the weights may change. */
+INLINE void NAME(weigh)(const decoder *d, const stretch *p, int64_t first, float *weights, int64_t num_queries,
+                        int64_t width, const char *values, float *tile, float *out, const int type) {
   const int64_t groups = ceil_div(num_queries, MOST_QUERIES), D = d->head_dim, step = query_step(d);
   const int64_t to_next = partial_floats(d);
+  int64_t done = 0;
   for (int64_t i = 0; i < num_queries; i++) memset(out + i * to_next, 0, (size_t)step * sizeof(float));
-  for (int64_t t = 0; t < p->T; t += VALUES) {
+#ifdef TILES
+  if (type == BFLOAT16_PAIRS && D % (2 * TILE_ROWS) == 0)
+    done = weigh_by_tiles(d, p, first, weights, num_queries, width, values, tile, out, to_next);
+#endif
+  (void)first;
+  for (int64_t t = done; t < p->T; t += VALUES) {
     const int64_t n = min64(VALUES, p->T - t);
     const int64_t size = type == BFLOAT16_PAIRS ? 2 : 1; /* positions of a row of the tile */
     if (type == BFLOAT16_PAIRS)
@@ -312,7 +329,7 @@ INLINE void NAME(attend_stretch)(const decoding *s, const decoder_layer *l, cons
       found[0] = NAME(weights)(d, p, row, found + 1, type);
       if (type == BFLOAT16_PAIRS) NAME(pair_weights)(row, width);
     }
-    NAME(weigh)(d, p, scores, n, width, (const char *)l->values + at, tile, out, type);
+    NAME(weigh)(d, p, begin, scores, n, width, (const char *)l->values + at, tile, out, type);
   }
 }
 
@@ -360,7 +377,7 @@ INLINE void NAME(attend_of_type)(const decoding *s, const decoder_layer *l, int6
   int64_t last = tail;
   for (int64_t n = 0; n < d->nodes; n++) last = max64(last, part_of_node(d, b, origin, n));
   for (int64_t i = number; i <= (number == tail ? last : number); i++) {
-    const int64_t begin = origin + max64(i * size, (seen - origin) / MAX_LANES * MAX_LANES);
+    const int64_t begin = origin + max64(i * size, (seen - origin) / (2 * MAX_LANES) * (2 * MAX_LANES));
     stretch p = {b, h, i, origin, min64(begin, length), length, 0, i >= tail && last > tail};
     if (i < tail) p.end = origin + (i + 1) * size;
     p.T = p.end - p.begin + (i < tail || d->hides_nodes ? 0 : d->nodes);

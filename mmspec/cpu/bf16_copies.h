@@ -50,7 +50,7 @@ typedef struct {
 
 __attribute__((target("avx2,fma,f16c"))) static void copy_chunks(void *data) {
   copying *const q = data;
-  const int64_t K = q->w->cols, chunks = num_chunks(q->w->rows);
+  const int64_t K = q->w->cols, chunks = num_chunks(q->w, q->w->rows);
   for (int64_t n = take(&q->next); n < chunks && !__atomic_load_n(&q->is_other, __ATOMIC_RELAXED); n = take(&q->next)) {
     const int64_t count = min64(CHUNK_ROWS, q->w->rows - n * CHUNK_ROWS) * K;
     const char *const from = (const char *)q->w->data + n * CHUNK_ROWS * K * 4;

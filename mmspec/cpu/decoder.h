@@ -116,10 +116,10 @@ INLINE VEC NAME(activate)(const decoder *d, VEC g) {
 __attribute__((target(ISA))) static void NAME(gated)(const decoder *d, const part *gates, const part *ups,
                                                     const float *packed, int64_t R, float *out, int64_t *next) {
   const int64_t K = d->hidden_size, N = gates->N;
-  const int64_t padded = NAME(packed_row)(K, gates->w->type), count = num_chunks(N), type = d->type;
+  const int64_t padded = NAME(packed_row)(K, gates->w->type), chunk_size = chunk_rows(gates->w), count = num_chunks(gates->w, N), type = d->type;
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
-  float up[MAX_ROWS * CHUNK_ROWS] __attribute__((aligned(64)));
-  const rows gate_rows = {packed, R, K, N, 0, (int)type, 0}, up_rows = {packed, R, K, CHUNK_ROWS, 0, (int)type, 0};
+  float up[MAX_ROWS * 2 * CHUNK_ROWS] __attribute__((aligned(64)));
+  const rows gate_rows = {packed, R, K, N, 0, (int)type, 0}, up_rows = {packed, R, K, chunk_size, 0, (int)type, 0};
   for (run now = take_run(next, count), then; now.at < now.end; now = then) {
     const int64_t first = now.at, size = now.end - first;
     then = take_run(next, count);
@@ -132,14 +132,14 @@ __attribute__((target(ISA))) static void NAME(gated)(const decoder *d, const par
       for (int64_t row = 0; row < R; row += MAX_ROWS) {
         const int64_t M = min64(MAX_ROWS, R - row);
         const product p = {is_up ? &up_rows : &gate_rows, packed + row * padded, M, K, panel_width(M, K)};
-        float *const to = out + row * N + n * CHUNK_ROWS;
+        float *const to = out + row * N + n * chunk_size;
         c.out = is_up ? up : to;
         if (row + M == R && following.w) set_next(&c, &following);
         NAME(multiply)(&p, &c, acc);
         for (int64_t r = 0; is_up && r < M; r++)
           for (int64_t k = 0; k < c.rows; k += LANES) {
             const VEC active = NAME(activate)(d, NAME(load_some)(to + r * N + k, c.rows - k));
-            const VEC product = NAME(round)(active * LOAD(up + r * CHUNK_ROWS + k), type);
+            const VEC product = NAME(round)(active * LOAD(up + r * chunk_size + k), type);
             NAME(store_some)(to + r * N + k, product, c.rows - k);
           }
       }

@@ -150,6 +150,11 @@ typedef struct {
 #define MOST_QUERIES 6  /* that are multiplied at once */
 #define MANY_QUERIES 64 /* whose scores are kept at once */
 #define VALUES 32       /* positions whose values are weighed at once */
+#ifdef TILES
+#define KEPT_VALUES 128 /* rows of values, of one position or two, that are kept */
+#else
+#define KEPT_VALUES VALUES
+#endif
 #define MOST_LAYER_INPUTS 1024 /* `per_layer_size` */
 #define MAX_LANES 16
 #define MOST_TAPS 16  /* of a convolution */
@@ -264,7 +269,7 @@ static inline int64_t tile_at(const decoder *d) {
   return queries_at(d) + d->num_heads / d->num_kv_heads * d->nodes * query_step(d);
 }
 static inline int64_t normed_at(const decoder *d) {
-  return tile_at(d) + query_step(d) * max64(2 * MAX_LANES, VALUES);
+  return tile_at(d) + query_step(d) * KEPT_VALUES;
 }
 
 /* Numbers that one thread needs. */

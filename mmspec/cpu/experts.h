@@ -98,7 +98,7 @@ INLINE void NAME(experts)(const decoding *s, const decoder_layer *l, float *own,
   for (int64_t e = 0; e < E; e++) {
     const int64_t first = s->starts[e], count = s->starts[e + 1] - first;
     int64_t *const taken = next + EXPERT_PHASES + e;
-    if (!count || __atomic_load_n(taken, __ATOMIC_RELAXED) >= num_chunks(N)) continue;
+    if (!count || __atomic_load_n(taken, __ATOMIC_RELAXED) >= num_chunks(&l->gate, N)) continue;
     const weights gate = matrix_at(&l->gate, 2 * e, N), up = matrix_at(&l->gate, 2 * e + 1, N);
     for (int64_t i = 0; i < count; i++)
       memcpy(gathered + i * D, s->branch + s->slots[first + i] / d->experts_per_token * D, (size_t)D * sizeof(float));
@@ -109,7 +109,7 @@ INLINE void NAME(experts)(const decoding *s, const decoder_layer *l, float *own,
   for (int64_t e = 0; e < E; e++) {
     const int64_t first = s->starts[e], count = s->starts[e + 1] - first;
     int64_t *const taken = next + EXPERT_PHASES + E + e;
-    if (!count || __atomic_load_n(taken, __ATOMIC_RELAXED) >= num_chunks(D)) continue;
+    if (!count || __atomic_load_n(taken, __ATOMIC_RELAXED) >= num_chunks(&l->down, D)) continue;
     const weights down = matrix_at(&l->down, e, D);
     NAME(pack_groups)(&down, s->activated + first * N, count, NULL, 0, own);
     NAME(multiply_parts)(&(rows){own, count, N, D, 0, type, 0}, &(part){&down, NULL, s->returned + first * D, D}, 1, taken);

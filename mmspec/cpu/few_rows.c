@@ -28,7 +28,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define WEIGHT_ROWS 4           /* rows of w in one block */
 #define MAX_ROWS 32             /* rows of x that are multiplied with a chunk at once */
-#define CHUNK_ROWS 16           /* rows of w that a thread takes at once */
+#define CHUNK_ROWS 16           /* rows of w that a thread takes at once; of pairs in tiles twice as many */
 #define LINE 64                 /* bytes of a line of the caches */
 #define SEGMENT 512             /* columns that are summed apart, which limits the error of long rows */
 #define X_BYTES (40 << 10)      /* of x, up to which it stays in a first-level cache of 32 or 48 KiB well enough */
@@ -78,7 +78,7 @@ typedef struct {
   int64_t panel; /* columns that are taken at once */
 } product;
 
-/* Up to CHUNK_ROWS rows of a part. */
+/* Up to `chunk_rows` rows of a part. */
 typedef struct {
   const char *w;
   const uint16_t *scales;
@@ -101,7 +101,17 @@ typedef struct {
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t take(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
-static inline int64_t num_chunks(int64_t N) { return ceil_div(N, CHUNK_ROWS); }
+
+/* Rows of w that a thread takes at once. */
+static inline int64_t chunk_rows(const weights *w) {
+#ifdef TILES
+  if (w->type == BFLOAT16_PAIRS) return 2 * TILE_ROWS; /* x is loaded half as often */
+#endif
+  (void)w;
+  return CHUNK_ROWS;
+}
+
+static inline int64_t num_chunks(const weights *w, int64_t N) { return ceil_div(N, chunk_rows(w)); }
 
 /* The place n numbers behind a place of the output. */
 static inline float *out_at(const rows *x, float *out, int64_t n) {
@@ -111,7 +121,7 @@ static inline float *out_at(const rows *x, float *out, int64_t n) {
 /* Rows of a part from chunk `number` on. */
 static chunk chunk_at(const rows *x, const part *p, int64_t number) {
   const weights *const w = p->w;
-  const int64_t n = number * CHUNK_ROWS;
+  const int64_t n = number * chunk_rows(w);
   return (chunk){
       .w = (const char *)w->data + bytes_of_rows(w->type, n, x->K),
       .scales = w->scales ? w->scales + n * num_groups(x->K) : NULL,
@@ -119,7 +129,7 @@ static chunk chunk_at(const rows *x, const part *p, int64_t number) {
       .hash = w->hashes ? w->hashes + number : NULL,
       .is_stale = w->is_stale,
       .out = out_at(x, p->out, n),
-      .rows = min64(CHUNK_ROWS, p->N - n),
+      .rows = min64(chunk_rows(w), p->N - n),
       .type = w->type,
   };
 }
@@ -133,11 +143,11 @@ static inline void set_next(chunk *c, const chunk *following) {
 /* The next chunk of a run, or of another one that no thread has taken; 0 if none is left. */
 static int find_chunk(const rows *x, const part *parts, int num_parts, int64_t *next, run *r, chunk *found) {
   int64_t count = 0;
-  for (int i = 0; i < num_parts; i++) count += num_chunks(parts[i].N);
+  for (int i = 0; i < num_parts; i++) count += num_chunks(parts[i].w, parts[i].N);
   if (r->at == r->end) *r = take_run(next, count);
   int64_t number = r->at == r->end ? count : r->at++;
-  for (int i = 0; i < num_parts; number -= num_chunks(parts[i++].N))
-    if (number < num_chunks(parts[i].N)) {
+  for (int i = 0; i < num_parts; number -= num_chunks(parts[i].w, parts[i].N), i++)
+    if (number < num_chunks(parts[i].w, parts[i].N)) {
       *found = chunk_at(x, parts + i, number);
       return 1;
     }

@@ -4,6 +4,20 @@
    An element of out is 16 partial sums in float32, each over two columns of every 32 in ascending order. It depends on its
    row of x and its row of w alone, as with the other kernels; few rows and many are computed in the same way. */
 
+/* `finish` for row r of x and the sums of 16 rows of a chunk from row m on. */
+INLINE void finish_sums(const rows *x, const chunk *c, int64_t r, int64_t m, const float *sums) {
+  const __mmask16 there = (__mmask16)((1u << min64(16, c->rows - m)) - 1);
+  float *const to = out_at(x, c->out, r * x->out_step + m);
+  __m512 v = _mm512_loadu_ps(sums);
+  if (c->bias) v = _mm512_maskz_loadu_ps(there, c->bias + m) + v;
+  v = avx512_round(v, x->type);
+  if (x->is_added) v = avx512_round(_mm512_maskz_loadu_ps(there, to) + v, x->type);
+  if (x->is_narrow)
+    _mm512_mask_cvtepi32_storeu_epi16(to, there, _mm512_srli_epi32(_mm512_castps_si512(v), 16));
+  else
+    _mm512_mask_storeu_ps(to, there, v);
+}
+
 #ifdef TILES
 #include "tiles.h"
 #else
@@ -69,22 +83,6 @@ INLINE void pair_tile(const pair_block *from, const float *x, float (*out)[CHUNK
   for (int r = 0; r < X; r++) _mm_storeu_ps(out[r], avx512_sum4(sum[r]));
 }
 
-/* `finish` for row r of x and the sums [16] of a whole chunk. */
-INLINE void finish_chunk(const rows *x, const chunk *c, int64_t r, const float *sums) {
-  float *const to = out_at(x, c->out, r * x->out_step);
-  float whole[CHUNK_ROWS];
-  __m512 v = _mm512_loadu_ps(sums);
-  if (c->bias) v = avx512_load_some(c->bias, c->rows) + v;
-  v = avx512_round(v, x->type);
-  if (x->is_added) v = avx512_round(avx512_load_some(to, c->rows) + v, x->type);
-  if (!x->is_narrow) {
-    avx512_store_some(to, v, c->rows);
-    return;
-  }
-  _mm512_storeu_ps(whole, v);
-  narrow(whole, x->type, c->rows, to);
-}
-
 /* The product of at most MAX_ROWS rows with one chunk. */
 __attribute__((target(ISA))) static void multiply_pairs(const product *p, const chunk *c) {
   const int64_t K = p->K, R = p->R, tiles = ceil_div(R, PAIR_TILE), row_bytes = 2 * K, bytes = c->rows * row_bytes;
@@ -109,7 +107,7 @@ __attribute__((target(ISA))) static void multiply_pairs(const product *p, const 
         case 6: pair_tile(&b, x, out, 6); break;
       }
     }
-    for (int64_t r = 0; r < X; r++) finish_chunk(p->x, c, row + r, sums[r]);
+    for (int64_t r = 0; r < X; r++) finish_sums(p->x, c, row + r, 0, sums[r]);
   }
 }
 

@@ -5,6 +5,9 @@
    added to those before; denormals are zero. */
 
 #define LINES_AHEAD (512 / LINE) /* of each row of w that are prefetched */
+#ifndef HINT
+#define HINT _MM_HINT_T0
+#endif
 
 /* What surrounds the work of a thread: Linux saves tiles that are in use with every switch of threads. */
 __attribute__((target(ISA))) static void with_tiles(const region *r) {
@@ -20,40 +23,65 @@ __attribute__((target(ISA))) static void with_tiles(const region *r) {
   _tile_release();
 }
 
-/* The product of at most MAX_ROWS rows with one chunk. */
+/* Tile `to` of at most TILE_ROWS rows of w, of which at most PAIR_COLUMNS columns are taken. Nothing behind the weight is
+   read. */
+#define LOAD_WEIGHTS(to, from, count) \
+  if (columns < PAIR_COLUMNS || (count) < TILE_ROWS) { \
+    memset(part, 0, sizeof part); \
+    for (int64_t i = 0; i < (count); i++) memcpy(part[i], (from) + i * row_bytes, (size_t)(2 * columns)); \
+    __asm__ volatile("" ::"r"(part) : "memory"); \
+    _tile_loadd(to, part, sizeof part[0]); \
+  } else { \
+    _tile_loadd(to, from, row_bytes); \
+  }
+
+/* The product of at most MAX_ROWS rows with one chunk: two tiles of w by two of x, so that each is loaded once for two. */
 __attribute__((target(ISA))) static void multiply_pairs(const product *p, const chunk *c) {
-  const int64_t K = p->K, row_bytes = 2 * K, count = c->rows;
+  const int64_t K = p->K, row_bytes = 2 * K, low = min64(c->rows, TILE_ROWS), high = c->rows - low;
+  const int is_wide = p->R > TILE_ROWS;
   const float *x = p->packed, *const other = x + TILE_ROWS * pair_floats(K);
-  float sums[2][TILE_ROWS][16] __attribute__((aligned(64)));
+  float sums[2][2][TILE_ROWS][TILE_ROWS] __attribute__((aligned(64))); /* [of w][of x][row of w][row of x] */
   char part[TILE_ROWS][64] __attribute__((aligned(64)));
-  _tile_zero(2);
-  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
   for (int64_t k = 0; k < K; k += PAIR_COLUMNS, x += TILE_ROWS * 16) {
     const int64_t columns = min64(PAIR_COLUMNS, K - k), ahead = 2 * k + LINES_AHEAD * LINE;
-    const char *w = c->w + 2 * k, *const next = ahead < row_bytes ? c->w + ahead : c->next ? c->next + ahead - row_bytes : NULL;
-    int64_t step = row_bytes;
-    for (int64_t i = 0; next && i < (ahead < row_bytes ? count : c->next_rows); i++)
-      _mm_prefetch(next + i * row_bytes, _MM_HINT_T0);
-    if (columns < PAIR_COLUMNS || count < TILE_ROWS) { /* nothing behind the weight is read */
-      memset(part, 0, sizeof part);
-      for (int64_t i = 0; i < count; i++) memcpy(part[i], w + i * row_bytes, (size_t)(2 * columns));
-      __asm__ volatile("" ::"r"(part) : "memory");
-      w = part[0], step = sizeof part[0];
+    const char *const w = c->w + 2 * k;
+    const char *const next = ahead < row_bytes ? c->w + ahead : c->next ? c->next + ahead - row_bytes : NULL;
+    for (int64_t i = 0; next && i < (ahead < row_bytes ? c->rows : c->next_rows); i++)
+      _mm_prefetch(next + i * row_bytes, HINT);
+    LOAD_WEIGHTS(0, w, low)
+    _tile_loadd(2, x, 64);
+    _tile_dpbf16ps(4, 0, 2);
+    if (high) {
+      LOAD_WEIGHTS(1, w + TILE_ROWS * row_bytes, high)
+      _tile_dpbf16ps(6, 1, 2);
     }
-    _tile_loadd(0, w, step);
-    _tile_loadd(1, x, 64);
-    _tile_dpbf16ps(2, 0, 1);
-    if (p->R <= TILE_ROWS) continue;
-    _tile_loadd(4, other + (x - p->packed), 64);
-    _tile_dpbf16ps(3, 0, 4);
+    if (!is_wide) continue;
+    _tile_loadd(3, other + (x - p->packed), 64);
+    _tile_dpbf16ps(5, 0, 3);
+    if (high) _tile_dpbf16ps(7, 1, 3);
   }
-  _tile_stored(2, sums[0], 64);
-  _tile_stored(3, sums[1], 64);
-  for (int64_t r = 0; r < p->R; r++)
-    for (int64_t m = 0; m < count; m += 4) {
-      const float *const sum = &sums[r / TILE_ROWS][m][r % TILE_ROWS];
-      finish(p, c, r, m, min64(4, count - m), _mm_setr_ps(sum[0], sum[16], sum[32], sum[48]));
+  _tile_stored(4, sums[0][0], 64);
+  _tile_stored(5, sums[0][1], 64);
+  _tile_stored(6, sums[1][0], 64);
+  _tile_stored(7, sums[1][1], 64);
+  for (int64_t first = 0; first < p->R; first += 8) {
+    float rows[8][2 * TILE_ROWS] __attribute__((aligned(64)));
+    for (int64_t m = 0; m < c->rows; m += 8) {
+      __m256 v[8];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++)
+        v[i] = _mm256_loadu_ps(&sums[m / TILE_ROWS][first / TILE_ROWS][m % TILE_ROWS + i][first % TILE_ROWS]);
+      transpose8(v);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) _mm256_store_ps(rows[i] + m, v[i]);
     }
+    for (int64_t r = first; r < min64(first + 8, p->R); r++)
+      for (int64_t m = 0; m < c->rows; m += TILE_ROWS) finish_sums(p->x, c, r, m, rows[r - first] + m);
+  }
 }
 
 /* Eight pairs of columns, of which `count` columns are there. */

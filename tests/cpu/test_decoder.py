@@ -360,18 +360,25 @@ def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
-@pytest.mark.parametrize("name", ["odd sizes", "as in Gemma", "as in GLM"])
+@pytest.mark.parametrize("name", ["odd sizes", "as in Gemma", "as in GLM", "grouped, wide heads"])
 def test_a_tree_across_the_parts_of_attention_is_scored_as_if_it_were_decoded(
     kernel: CKernel, name: str, kind: torch.dtype
 ) -> None:
-    """Attention takes positions in parts of 256, counted behind the padding, of which the first row has three."""
+    """Attention takes positions in parts of 256, counted behind the padding, of which the first row has three. Large
+    values cancel each other, so that a sum in another order is another number in half precision too."""
     model = in_type(make_model(replace(SHAPES[name], windows=(250, 0)), extras=True), kind)
-    lengths = [253, 509, 300]
+    lengths = [258, 511, 319]
     inputs = make_inputs(model, lengths, 9, padded=True, capacity=530)
-    check_paths(model, kernel, inputs, pads=[3, 0, 0])
-    if kind is torch.float32:
-        for got, want in zip(run(model, kernel, inputs), model.reference(inputs), strict=True):
+    for got, want in zip(run(model, kernel, inputs), model.reference(inputs), strict=True):
+        if kind is torch.float32:
             assert (got - want).abs().max() <= 4e-6 * want.abs().max()
+        else:
+            assert (got - want).abs().mean() <= 2 * torch.finfo(kind).eps * want.abs().mean()
+    for keys, values in inputs.caches:
+        keys[:, :, 1::2] = keys[:, :, ::2]
+        values *= 1e4 if kind is torch.float16 else 1e6
+        values[:, :, 1::2] = -values[:, :, ::2]
+    check_paths(model, kernel, inputs, pads=[3, 0, 0])
 
 
 def check_paths(model: Model, kernel: CKernel, inputs: DecoderInputs, pads: Sequence[int] = (0, 0)) -> None:

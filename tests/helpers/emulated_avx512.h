@@ -65,6 +65,21 @@ EMULATED __m512 emulated_mask_mov_ps(__m512 a, unsigned mask, __m512 b) {
     if (mask >> k & 1) r.f[k] = other.f[k];
   return r.ps;
 }
+EMULATED __m512 emulated_maskz_loadu_ps(unsigned mask, const void *p) {
+  emulated r;
+  for (int k = 0; k < 16; k++) r.f[k] = mask >> k & 1 ? ((const float *)p)[k] : 0;
+  return r.ps;
+}
+EMULATED void emulated_mask_storeu_ps(void *p, unsigned mask, __m512 a) {
+  const emulated r = {.ps = a};
+  for (int k = 0; k < 16; k++)
+    if (mask >> k & 1) memcpy((float *)p + k, r.f + k, sizeof(float));
+}
+EMULATED void emulated_mask_cvtepi32_storeu_epi16(void *p, unsigned mask, __m512i a) {
+  const emulated r = {.si = a};
+  for (int k = 0; k < 16; k++)
+    if (mask >> k & 1) memcpy((uint16_t *)p + k, r.i + k, sizeof(uint16_t));
+}
 EMULATED __m512i emulated_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   emulated r = {.si = sum}, x = {.si = a}, y = {.si = b};
   for (int k = 0; k < 64; k++) r.i[k / 4] += x.u8[k] * y.s8[k];
