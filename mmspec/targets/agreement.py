@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,10 @@ class Rounding:
             min(float(difference.max()), MAX_OWN_LARGEST),
             None if bool(is_comparable.all()) else is_comparable,
         )
+
+    def widened(self, other: Rounding) -> Rounding:
+        """At least what `other` is of some of the same tokens."""
+        return replace(self, mean=max(self.mean, other.mean), largest=max(self.largest, other.largest))
 
 
 def equal_logits(
