@@ -28,7 +28,7 @@ from research.studies.half_precision import repeated, requests
 
 EPILOG = """
 method
-  Greedy calls of up to --tokens tokens, by transformers alone (`generate`, three) and by each drafter, in turn, call by call,
+  Greedy calls of up to --tokens tokens, by transformers alone (`generate`, three calls) and by each drafter, in turn,
   so that a busy machine slows all of them. Each drafter has a patched model of its own over the same weights, and
   nothing that was stored by earlier processes: making a copy counts for the call in which it is made, or the first one.
   Every call is a line of --out as soon as it ends; short cells come first. When --minutes are over, no further call of
