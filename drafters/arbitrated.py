@@ -2,8 +2,8 @@
 
 Every round one source drafts, as the chooser of the call says (`mmspec.economy.chooser`); all follow what the target
 emits. The n-gram sources are subsets of those of one best-first drafter, so that their probabilities are calibrated
-together: `outputs` has all of them with counts of the n-grams of all calls. The n-grams draft for the copy, too, which
-is made once it would have saved the time that making it takes.
+together: `outputs` has all of them with counts of the n-grams of all calls. The counts guess what the copy
+decodes, too, which is made once it would have saved the time that making it takes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ ENABLED = {
     "outputs": [True, True, True],
     "lookup": [True, False, False],
     "recycling": [False, True, False],
-    "copy": [True, True, False],  # they draft for the copy
 }
 """{source: which of lookup, recycling and counts take part}."""
 
@@ -105,7 +104,6 @@ class ArbitratedDrafter(Drafter):
         self.ngram.catch_up(state.ngram)
         source = None if state.prompt.chooser is None else state.prompt.chooser.source
         if self.copied is not None and state.chain is not None and source is not None and source.variant is not None:
-            state.ngram.enabled = ENABLED["copy"]
             return self.copied.propose(state.chain, max_nodes, active)
         state.ngram.enabled = ENABLED[self.kinds[0] if source is None else source.name]
         return self.ngram.propose(state.ngram, max_nodes, active)

@@ -9,7 +9,8 @@
 
 On a CPU linear layers of eager parts run in their fastest kernel (`use_kernels`), but with `backend="torch"`.
 A call that the named one does not serve runs eager, with one warning that says why. `find_recorder` is asked before the
-prompt (`mmspec.prefill`), the others when the first tokens are out (`mmspec.engine.loop`).
+prompt (`mmspec.prefill`), `find_c_draft` at a head's first draft, the others when the first tokens are out
+(`mmspec.engine.loop`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from mmspec.interfaces import Drafter, DraftTarget, Prompt, VerifyResult
 
 DEFAULT_TOP_K_NODES = 2
 """Tokens of each step that become nodes; the second is accepted far less often, and may be dropped."""
-MAX_GUIDE_TREE = 8
+MAX_GUESSED_NODES = 8
 """Nodes of a tree of the guide, root included."""
 GUIDE = Source("guide")
 """Under which drafts of the guide are measured."""
@@ -248,7 +248,7 @@ class ChainDrafter(Drafter, ABC):
         guesses = None
         if counts is not None and len(chain.tokens) == 1:
             context = tuple(state.output_ids[0][-MAX_CONTEXT:])
-            sizes = [costs.rounds_s.get("score", 1, size) or 1.0 for size in range(1, MAX_GUIDE_TREE + 1)]
+            sizes = [costs.rounds_s.get("score", 1, size) or 1.0 for size in range(1, MAX_GUESSED_NODES + 1)]
             relative = [seconds / sizes[0] for seconds in sizes]
             guesses = ChainGuesses(counts, context, relative, MIN_UNSEEN_PROB, costs.trust(GUIDE))
         drafted = chain.target.draft_chain(

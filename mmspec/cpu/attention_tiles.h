@@ -7,6 +7,7 @@
 
 #define BLOCK 32          /* positions that a tile adds up */
 #define BLOCK_POSITIONS 256 /* whose values are kept in tiles */
+_Static_assert(PART % BLOCK == 0 && BLOCK == 2 * MAX_LANES, "blocks are the same for all lengths of a cache");
 
 /* Positions of a stretch whose values reach a node by tiles: the first so many. */
 static int64_t tiled_positions(const decoder *d, const stretch *p, int64_t node) {
@@ -19,6 +20,7 @@ static int64_t tiled_positions(const decoder *d, const stretch *p, int64_t node)
    16 queries at a time, `width` numbers apart, is overwritten. */
 __attribute__((target(ISA))) static void score_by_tiles(const float *queries, int64_t num_queries, int64_t step,
                                                         const float *tile, int64_t pairs, float *out, int64_t width) {
+  __asm__ volatile("" ::"r"(tile), "r"(queries) : "memory"); /* the compiler does not know what a tile reads */
   for (int64_t i = 0; i < num_queries; i += TILE_ROWS) {
     _tile_zero(4);
     _tile_zero(5);

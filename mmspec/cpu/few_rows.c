@@ -188,6 +188,7 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "many_types.h"
 #include "decoder_types.h"
 #include "draft_types.h"
+#include "draft_tree.h"
 #include "ngrams.h"
 #include "chain_types.h"
 

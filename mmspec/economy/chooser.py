@@ -100,12 +100,16 @@ class Chooser:
         self.batch = cost_rows(num_rows, self._most_rows)
 
     def plan(self) -> bool:
-        """Make what has paid; choose the source of the coming round, and its levels; whether it is drafted at all."""
+        """Choose the source of the coming round and its levels; whether it is drafted at all.
+
+        What would have paid by now is made before, once, which takes long.
+        """
         self.source, self.levels, self._is_trial = None, 1, False
         if not self.sources:
             return False
         self._number += 1
-        self._take_offer()
+        if self.fixed_tree_size is None:
+            self._take_offer()
         plain_s = self.economy.round_s(self.batch, 1)
         if self.fixed_tree_size is not None or plain_s is None:
             if self._number > 1 and self.fixed_tree_size is None:  # rounds of drafts are not measured in parts
@@ -149,7 +153,7 @@ class Chooser:
     @property
     def waits_for(self) -> str | None:
         """What may yet be made, for people; None for nothing."""
-        if self.offer is None:
+        if self.offer is None or self.fixed_tree_size is not None:
             return None
         cost_s = self.economy.make_s(self.batch)
         return f"{self.offer.what}: would have saved {self.economy.saved_s:.1f} s so far, takes {cost_s:.1f} s to make"
@@ -168,7 +172,7 @@ class Chooser:
     def _count_offer(self, seconds: float) -> None:
         """What an offer would have saved in a round of so many seconds: drafts in it are guided by those of now."""
         plain_s = self.economy.round_s(self.batch, 1)
-        if self.offer is None or not plain_s:
+        if self.offer is None or not plain_s or self.fixed_tree_size is not None:
             return
         rate = max(self.rate, 1 / plain_s)
         likely = self._option(replace(self.offer.source, step_s=self.offer.source.step_s / (rate * plain_s)))

@@ -109,8 +109,8 @@ class DecodeLoop:
             state = self._ask(self._hook, self.drafter.begin, self.prompt)
             if isinstance(self.target, RecordableTarget) and self.target.recordings is not None:
                 self._ask(self._hook, self.drafter.use_recordings, state, self.target.recordings)
-            self._tell(state, first.result)
-            self._ask(self._hook, self.drafter.observe, state, self._told(first.result), {})
+            self._notify(state, first.result)
+            self._ask(self._hook, self.drafter.observe, state, self._result_for_drafter(first.result), {})
             while not is_done:
                 self.target.crop(output.cached_lengths)  # only where a criterion has cut rows; rejected nodes: `commit`
                 if output.stepwise:
@@ -163,9 +163,9 @@ class DecodeLoop:
         self._commit(plan, verified)
         emitted = self._now()
         result = result.of_rows(active, plan.rows.finished)
-        self._tell(state, result, plan.num_proposed)
+        self._notify(state, result, plan.num_proposed)
         if plan.part is None:
-            self._ask(self._hook, self.drafter.observe, state, self._told(result), verified.hidden_states)
+            self._ask(self._hook, self.drafter.observe, state, self._result_for_drafter(result), verified.hidden_states)
         else:
             hidden_states = verified.hidden_states[0]
             self._ask(self._hook, self.drafter.observe_part, state, result, hidden_states, verified.kept)
@@ -187,7 +187,7 @@ class DecodeLoop:
         result, times = verified.result, RoundTimes(0.0, accepted - start, time.perf_counter() - accepted)
         self.stats.add_round(1, result.tree_sizes, result.emitted_ids, active, times)
 
-    def _tell(self, state: Any, result: VerifyResult, num_proposed: int | None = None) -> None:
+    def _notify(self, state: Any, result: VerifyResult, num_proposed: int | None = None) -> None:
         """Tell the observers of a round."""
         if self.observe is not None:
             self.observe(ObservedRound(self.prompt, result.own_copy(), num_proposed, state))
@@ -215,7 +215,7 @@ class DecodeLoop:
         with self.isolation:
             return hook(*args, **kwargs)
 
-    def _told(self, result: VerifyResult) -> VerifyResult:
+    def _result_for_drafter(self, result: VerifyResult) -> VerifyResult:
         """What the drafter is given of a round: a user's may write into it; no nodes if forced ones moved its own."""
         if self._has_moved:
             self._has_moved, result = False, replace(result, accepted_nodes=[[] for _ in result.accepted_nodes])

@@ -60,7 +60,7 @@ class VerifyResult:
     """Result of one verification: accepted nodes and emitted tokens.
 
     Attributes:
-        tree: the scored tree.
+        tree: the scored tree; of a round recorded with its draft only its size is real: see `tree_sizes`.
         path: [B, N] int64, accepted nodes of each row, node 0 first; valid up to `counts`.
         counts: [B] int64, tokens emitted by each row; 0 for inactive rows.
         tokens: [B, N] int64, emitted tokens; valid up to `counts`.

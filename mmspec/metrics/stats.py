@@ -40,7 +40,7 @@ class Stats:
         tokens: output tokens, padding after a row's end excluded.
         rounds: forwards of the target after the prefill.
         drafted_rounds: those of `rounds` that scored at least one draft token.
-        row_rounds: the same, counted once per active row.
+        row_rounds: `rounds`, counted once per active row.
         num_draft_tokens: draft tokens that were scored.
         num_accepted_tokens: draft tokens that were accepted.
         accept_length_hist: {tokens emitted by one row in one round: count}.

@@ -70,6 +70,13 @@ class Rounding:
             None if bool(is_comparable.all()) else is_comparable,
         )
 
+    @classmethod
+    def typical(cls, first: Tensor, second: Tensor) -> Rounding:
+        """The same of a token in the middle; nothing if that is more than is held for rounding."""
+        difference = relative_difference(first, second).flatten(0, -2)
+        mean, largest = float(difference.mean(-1).median()), float(difference.amax(-1).median())
+        return cls(mean, min(largest, MAX_OWN_LARGEST)) if mean <= MAX_OWN else cls()
+
     def widened(self, other: Rounding) -> Rounding:
         """At least what `other` is of some of the same tokens."""
         return replace(self, mean=max(self.mean, other.mean), largest=max(self.largest, other.largest))

@@ -10,10 +10,12 @@ generators ends the test before it happens; the state of the modules under test 
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ MAX_VERDICTS = 256
 _VERDICTS: dict[tuple[Any, ...], SelfTestResult] = {}
 _LOCK = new_lock()
 NUM_PADDING = 3
+SMOOTH = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+"""Modules of these compute in floats: quantised ones of transformers are among its integrations."""
 """Tokens of padding behind which a model's own rounding is measured."""
 MAX_ATTEMPTS = 3
 """Runs of a test during which Python's or NumPy's generator moved, before a forward is held to draw from it."""
@@ -105,7 +109,7 @@ def _run_once(
     start = time.perf_counter()
     inputs = text_inputs(adapter, plan_of(adapter).prompt_lengths) if inputs is None else dict(inputs)
     is_text = not adapter.media_token_ids or not has_media(adapter, inputs["input_ids"])
-    test = _TreeTest(adapter, inputs, bool(foreign))
+    test = _TreeTest(adapter, inputs, perturbs=not foreign and _is_smooth(adapter.model))
     watched = [module for module in foreign if not has_library_class(module)]
     try:
         with (
@@ -176,7 +180,7 @@ def own_rounding(adapter: ModelAdapter, revision: Revision) -> Rounding:
     model = adapter.model
 
     def measure() -> Rounding:
-        test = _TreeTest(adapter, text_inputs(adapter, plan_of(adapter).prompt_lengths), has_foreign=True)
+        test = _TreeTest(adapter, text_inputs(adapter, plan_of(adapter).prompt_lengths), perturbs=False)
         try:
             with restore_call_state(model), torch.no_grad(), torch.autocast(model.device.type, enabled=False):
                 return test.own_rounding()
@@ -199,20 +203,27 @@ class _ForcedPaths(LogitsProcessor):
         return forced.scatter_(1, self.tokens[:, step : step + 1].to(scores.device), 0.0)
 
 
-def _change_last_bits(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-    """A forward hook: one number of 16 a step of its type larger."""
+def _change_last_bits(thread: int, module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
+    """A forward hook, in this thread alone: one number of 16 a step of its type larger."""
+    if threading.get_ident() != thread:
+        return None
     factors = torch.ones(embedded.shape[-1], device=embedded.device)
     factors[::16] += torch.finfo(embedded.dtype).eps
     return (embedded.float() * factors).to(embedded.dtype)
 
 
+def _is_smooth(model: nn.Module) -> bool:
+    """Whether no module may round what it reads in coarse steps, as quantisers do, on which last bits act at random."""
+    return all(type(module).__module__.startswith(SMOOTH) for module in model.modules())
+
+
 class _TreeTest:
     """One comparison. Attributes are results so far, also where an exception ends it."""
 
-    def __init__(self, adapter: ModelAdapter, inputs: Mapping[str, Any], has_foreign: bool) -> None:
+    def __init__(self, adapter: ModelAdapter, inputs: Mapping[str, Any], perturbs: bool) -> None:
         self.adapter = adapter
         self.inputs = inputs
-        self.has_foreign = has_foreign
+        self.perturbs = perturbs  # whether what other last bits change counts as rounding
         self.plan = plan_of(adapter)
         self.num_rows: int = inputs["input_ids"].shape[0]
         device = inputs["input_ids"].device
@@ -234,7 +245,7 @@ class _TreeTest:
 
     def own_rounding(self) -> Rounding:
         """What rounding in half precision does to the model: transformers' own loop, and the same behind padding; with
-        modules of transformers alone, which are smooth, also with other last bits in what is embedded.
+        smooth modules alone, also with other last bits in what is embedded.
 
         A module that depends on the other tokens of its forward, as the test is to find, depends on the ids of the
         padding in the prompt's: where two kinds of padding do not give the same bits, that is not held for rounding.
@@ -242,11 +253,13 @@ class _TreeTest:
         if self.rounding is None:
             reference = self.reference if self.reference is not None else self._decode(self.inputs)
             padded, other = (self._decode(self._padded(self.node_ids[:, node : node + 1])) for node in (0, 1))
-            self.rounding = Rounding.between(reference, padded) if torch.equal(padded, other) else Rounding()
-            if not self.has_foreign:
-                with self.adapter.model.get_input_embeddings().register_forward_hook(_change_last_bits):
+            is_same = torch.equal(padded, other)
+            self.rounding = Rounding.between(reference, padded) if is_same else Rounding()
+            if is_same and self.perturbs:
+                hook = partial(_change_last_bits, threading.get_ident())
+                with self.adapter.model.get_input_embeddings().register_forward_hook(hook):
                     changed = self._decode(self.inputs)
-                self.rounding = self.rounding.widened(Rounding.between(reference, changed, 0.5))
+                self.rounding = self.rounding.widened(Rounding.typical(reference, changed))
         return self.rounding
 
     def _padded(self, tokens: Tensor) -> dict[str, Any]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import emulated_avx512
 import pytest
 import torch
+from c_bugs import faulty_sources
 from torch import Tensor
 from torch.nn import functional
 
@@ -61,6 +65,10 @@ TREE_SHAPES = (
     *("odd sizes", "grouped, wide heads", "experts", "as in Gemma", "as in GLM"),
     *("as in GLM with experts", "as in OLMo 2", "as in LFM 3"),
 )
+LONG_SHAPES = {name: SHAPES[name] for name in ("odd sizes", "as in Gemma", "as in GLM", "grouped, wide heads")} | {
+    "eager": replace(SHAPES["grouped, wide heads"], eager_attention=True),
+    "many heads of 96": DecoderShape(64, 80, 16, 1, 96, 1e-6, 96**-0.5),
+}
 VOCAB = 45
 
 
@@ -360,13 +368,41 @@ def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
-@pytest.mark.parametrize("name", ["odd sizes", "as in Gemma", "as in GLM", "grouped, wide heads"])
+@pytest.mark.parametrize("name", LONG_SHAPES)
 def test_a_tree_across_the_parts_of_attention_is_scored_as_if_it_were_decoded(
     kernel: CKernel, name: str, kind: torch.dtype
 ) -> None:
+    check_parts(kernel, LONG_SHAPES[name], kind)
+
+
+TILE_BUGS = {
+    "what may be in the tree": (" - MAX_NODES, p->end)", ", p->end)"),
+    "added twice": ("if (own[i] > least) memset", "if (0) memset"),
+    "nodes that take less": ("weights_of_block(row, width, own + i, count, t + BLOCK, some);", "NULL;"),
+    "columns of values": ("_tile_loadd(2, at + 16, 4 * D);", "_tile_loadd(2, at, 4 * D);"),
+    "positions of keys": ("tile + k * BLOCK + TILE_ROWS, 4 * BLOCK", "tile + k * BLOCK, 4 * BLOCK"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [None, *TILE_BUGS])
+def test_faults_of_attention_by_tiles_are_found(bug: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tiles that are emulated where the processor has none."""
+    if (level := c_library.processor_level()) < 3:
+        pytest.skip("tests/helpers/emulated_avx512.py emulates the rest")
+    sources = faulty_sources(*TILE_BUGS[bug], "attention_tiles.h") if bug else c_library.SOURCES
+    with TemporaryDirectory() as folder:
+        monkeypatch.setenv("MMSPEC_CACHE", folder)
+        monkeypatch.setattr(c_library, "SOURCES", sources if level > 3 else emulated_avx512.with_tiles(sources))
+        kernel = CKernel(4)
+    with pytest.raises(AssertionError) if bug else nullcontext():
+        check_parts(kernel, SHAPES["grouped, wide heads"], torch.bfloat16)
+
+
+def check_parts(kernel: CKernel, shape: DecoderShape, kind: torch.dtype) -> None:
     """Attention takes positions in parts of 256, counted behind the padding, of which the first row has three. Large
     values cancel each other, so that a sum in another order is another number in half precision too."""
-    model = in_type(make_model(replace(SHAPES[name], windows=(250, 0)), extras=True), kind)
+    model = in_type(make_model(replace(shape, windows=(250, 0)), extras=True), kind)
     lengths = [258, 511, 319]
     inputs = make_inputs(model, lengths, 9, padded=True, capacity=530)
     for got, want in zip(run(model, kernel, inputs), model.reference(inputs), strict=True):

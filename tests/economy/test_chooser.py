@@ -214,6 +214,16 @@ def test_a_copy_is_made_when_it_would_have_paid() -> None:
     assert offered(50.0, 32)[0] is None, "one short answer pays for nothing"
 
 
+def test_no_copy_is_made_where_the_size_is_fixed() -> None:
+    """Such rounds take the first source, whatever else there is."""
+    economy, made = Economy(), list[int]()
+    economy.rounds_s.add("make", 1, 1, 1e-6)
+    economy.saved_s = 9.0
+    chooser = Chooser(economy, 1, fixed_tree_size=4, sources=[NGRAMS])
+    chooser.offer = Offer(COPY, lambda: made.append(1) or [], "a copy")  # type: ignore[func-returns-value]
+    assert chooser.plan() and chooser.source is NGRAMS and not made
+
+
 def test_what_making_took_is_remembered() -> None:
     _, chooser = offered(1e-6, 5)
     assert chooser.offer is None and chooser.waits_for is None

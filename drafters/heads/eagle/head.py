@@ -25,7 +25,7 @@ class EagleConfig(HeadConfig):
     """Shape of an `EagleHead`.
 
     Attributes:
-        bias: whether `fc` has a bias.
+        bias: whether `fc` of EAGLE-1/2 and MSD has one; that of EAGLE-3 has none.
         input_norm: whether the layer normalises its input (EAGLE's does not).
         qk_norm: whether queries and keys are normalised per head, as in Qwen3.
         final_norm: whether the layer's output is normalised (NeMo Automodel).

@@ -38,7 +38,7 @@ from research.bench.shape.simulated import Oracle, SimulatedAcceptance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NODES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 8, 16, 32, 64)}
+NODES = {"cpu": (1, 2, 4, 8, 16, 32), "cuda": (1, 8, 16, 32, 64)}
 """Nodes of the rounds, the root included."""
 FEW_NODES = (1, 8)
 """The same for shapes with layers of several kinds, where each call reads a prompt."""
@@ -183,7 +183,8 @@ class ContextBench:
             attention += 2 * layer.num_attention_heads * head
         kind = self.model.device.type
         nodes = {"generate": 1, "none": 1} | {f"{count} nodes": count for count in NODES[kind]}
-        peak = measure_peak(torch.float32, 64) if kind == "cpu" else math.inf  # a GPU's is far away
+        dtypes = {torch.float32, self.model.dtype}  # a processor without instructions for 16 bits widens them
+        peak = max(measure_peak(one, 64) for one in dtypes) if kind == "cpu" else math.inf  # a GPU's is far away
         done = []
         for row in rows:
             count = nodes.get(row.way.partition(",")[0]) if not row.way.startswith("copy") else None
