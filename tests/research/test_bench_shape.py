@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +27,9 @@ from research.bench import bandwidth
 from research.bench.bandwidth import text_weight_bytes
 from research.bench.command import main
 from research.bench.peers import write_shape_gguf
-from research.bench.peers.base import PeerPrompt
+from research.bench.peers.base import PeerError, PeerPrompt
 from research.bench.peers.in_process import PatchedPeer
+from research.bench.peers.process import WorkerPeer
 from research.bench.peers.registry import baseline_peer
 from research.bench.shape import contexts
 from research.bench.shape.contexts import ContextBench, RoundTime, full_attention_layers
@@ -175,7 +178,7 @@ def test_rounds_behind_contexts(tmp_path: Path, capsys: Any) -> None:
     options = ["--shape", "tiny,tiny", "--contexts", "40,70", "--repeats", "1", "--json", str(file), "--no-progress"]
     assert main([*options]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert "| none | 2 nodes | 4 nodes | 8 nodes | 16 nodes |" in lines[0]
+    assert "| none | 2 nodes | 4 nodes | 8 nodes | 16 nodes | 32 nodes |" in lines[0]
     assert len(lines) == 2 * (4 if load_kernel() is None else 8), "and what a 4-bit copy would bring"
     first, second = json.loads(file.read_text())
     assert first["shape"] == second["shape"] == "tiny"
@@ -183,6 +186,21 @@ def test_rounds_behind_contexts(tmp_path: Path, capsys: Any) -> None:
     assert {row["context"] for row in rows} == {40, 70} and all(row["ms"] > 0 for row in rows)
     assert main([*options, "--device", "meta"]) == 2
     assert main(["--shape", "tiny,other", "--contexts", "40"]) == 2
+
+
+def test_an_engine_that_crashes_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some end with a signal when they load a model on a new processor."""
+
+    def crash(peer: WorkerPeer) -> None:
+        raise PeerError("failed: signal 11")
+
+    monkeypatch.setattr(contexts, "find_python", lambda *args: sys.executable)
+    monkeypatch.setattr(contexts.subprocess, "run", lambda *args, **kwargs: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(WorkerPeer, "start", crash)
+    model = build_shape_model(TEXT_SHAPES["tiny"], torch.float32, torch.device("cpu"))
+    bench = ContextBench(model, TEXT_SHAPES["tiny"], [])
+    assert bench.notes[-1] == "llama.cpp f32: failed: signal 11" and "none" in bench.ways and not bench.engines
+    bench.close()
 
 
 def test_the_roof_of_rounds_counts_weights_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:

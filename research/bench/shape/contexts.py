@@ -31,6 +31,7 @@ from mmspec.cpu import huge_pages
 from mmspec.drafters.model.self_drafter import QuantizedDrafter
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from research.bench.bandwidth import text_weight_bytes
+from research.bench.peers.base import PeerError
 from research.bench.peers.process import LLAMA_CPP, WorkerPeer, find_python
 from research.bench.shape.models import TextShape
 from research.bench.shape.simulated import Oracle, SimulatedAcceptance
@@ -162,7 +163,7 @@ class ContextBench:
                     try:
                         with pages:
                             taken = run(context, cache)
-                    except (RuntimeError, ValueError) as error:
+                    except (RuntimeError, ValueError, PeerError) as error:
                         self.notes.append(f"{way} behind {context}: {one_line(error)}")
                         del self.ways[way]
                         continue
@@ -259,7 +260,12 @@ class ContextBench:
             return
         engine = WorkerPeer(f"llama.cpp {kind}", LLAMA_CPP, lambda _: file, pythons, context=4096 + 64)
         engine.half_cache = self.model.dtype != torch.float32
-        engine.start()
+        try:
+            engine.start()
+        except PeerError as error:
+            self.notes.append(f"{engine.name}: {error}")
+            engine.close()
+            return
         self.engines[kind] = engine
         self.ways[engine.name] = lambda context, _: median(engine.time_steps(context, NUM_STEPS))
 
