@@ -142,7 +142,7 @@ def test_a_copy_is_an_arm_once_it_can_pay(batch: int, monkeypatch: pytest.Monkey
     model = _model()
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     plain = _generate(model, inputs, do_sample=True)
-    mmspec.patch(model, drafter="auto", tree_size=4)  # drafts in each round, whatever they cost
+    mmspec.patch(model, drafter="auto")
     copies = patch_state(model).adapter.__dict__
     monkeypatch.setattr(Economy, "make_s", lambda self, rows: float("inf"))
     assert torch.equal(plain, _generate(model, inputs, do_sample=True))
