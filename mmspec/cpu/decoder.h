@@ -116,7 +116,8 @@ INLINE VEC NAME(activate)(const decoder *d, VEC g) {
 __attribute__((target(ISA))) static void NAME(gated)(const decoder *d, const part *gates, const part *ups,
                                                     const float *packed, int64_t R, float *out, int64_t *next) {
   const int64_t K = d->hidden_size, N = gates->N;
-  const int64_t padded = NAME(packed_row)(K, gates->w->type), chunk_size = chunk_rows(gates->w), count = num_chunks(gates->w, N), type = d->type;
+  const int64_t padded = NAME(packed_row)(K, gates->w->type), type = d->type;
+  const int64_t chunk_size = chunk_rows(gates->w), count = num_chunks(gates->w, N);
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
   float up[MAX_ROWS * 2 * CHUNK_ROWS] __attribute__((aligned(64)));
   const rows gate_rows = {packed, R, K, N, 0, (int)type, 0}, up_rows = {packed, R, K, chunk_size, 0, (int)type, 0};

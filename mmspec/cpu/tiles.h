@@ -5,9 +5,6 @@
    added to those before; denormals are zero. */
 
 #define LINES_AHEAD (512 / LINE) /* of each row of w that are prefetched */
-#ifndef HINT
-#define HINT _MM_HINT_T0
-#endif
 
 /* What surrounds the work of a thread: Linux saves tiles that are in use with every switch of threads. */
 __attribute__((target(ISA))) static void with_tiles(const region *r) {
@@ -51,7 +48,7 @@ __attribute__((target(ISA))) static void multiply_pairs(const product *p, const 
     const char *const w = c->w + 2 * k;
     const char *const next = ahead < row_bytes ? c->w + ahead : c->next ? c->next + ahead - row_bytes : NULL;
     for (int64_t i = 0; next && i < (ahead < row_bytes ? c->rows : c->next_rows); i++)
-      _mm_prefetch(next + i * row_bytes, HINT);
+      _mm_prefetch(next + i * row_bytes, _MM_HINT_T0);
     LOAD_WEIGHTS(0, w, low)
     _tile_loadd(2, x, 64);
     _tile_dpbf16ps(4, 0, 2);
