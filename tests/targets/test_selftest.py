@@ -629,6 +629,18 @@ def test_a_fault_of_a_model_that_amplifies_rounding(faulty: Any, forward: Any, d
         mmspec.patch(model, drafter="lookup")
 
 
+@pytest.mark.parametrize("alpha", [0.03, 1.0])
+def test_a_proof_of_dependence_is_not_held_for_rounding(alpha: float) -> None:
+    """`LocalResponseNorm` of [B, T, D] normalises over tokens, and is a module of torch."""
+    model = _amplify_rounding(fresh_model(layers=12, dtype="bfloat16"))
+    for layer in decoder(model).layers:
+        layer.mlp = nn.Sequential(layer.mlp, nn.LocalResponseNorm(3, alpha=alpha))
+    adapter = find_adapter(model)
+    test = selftest._TreeTest(adapter, selftest.text_inputs(adapter, selftest.plan_of(adapter).prompt_lengths), True)
+    with torch.no_grad():
+        assert selftest._is_smooth(model) and test.own_rounding() == agreement.Rounding()
+
+
 def test_the_verdict_is_found_once_per_config(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     run = selftest.run_selftest
