@@ -238,6 +238,7 @@ def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, privat
         layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader.of(target) if needs.target_keys else None,
         c_shape=lambda: target.c_shape,
+        chains_only=lambda: target.chains_only,
         chooser=Chooser(
             plan.economy,
             batch,

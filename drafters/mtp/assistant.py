@@ -168,7 +168,7 @@ class AssistantDrafter(OwnDrafter):
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """The `top_k` most likely nodes of each level, one forward each."""
-        top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        top_k = self.top_k_of(state)
         tree = None if state.c_draft is None else state.c_draft.tree(state, top_k, max_nodes, num_levels)
         if tree is not None:
             return tree

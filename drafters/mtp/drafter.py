@@ -22,9 +22,6 @@ from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import OwnHead
 
-CHAIN_TOP_K = 1
-"""Children of a node where the target scores chains only."""
-
 
 class MTPExpander(AutoregressiveExpander):
     """Levels of repetitions of the head, each on what it carries on."""
@@ -55,7 +52,7 @@ class MTPDrafter(OwnDrafter, HeadDrafter):
         Args:
             parts: of the head, with its weights.
             max_depth: largest number of tokens of a draft.
-            top_k: see `HeadDrafter`; 1 where the target scores chains only.
+            top_k: see `HeadDrafter`.
             name: see `HeadDrafter`.
             options: `draft_ids` and `frequent_ids`, see `OwnDrafter`.
         """
@@ -66,13 +63,13 @@ class MTPDrafter(OwnDrafter, HeadDrafter):
             num_layers=parts.num_layers,
             name=name,
             max_depth=max_depth,
-            top_k=CHAIN_TOP_K if parts.chains_only else top_k,
+            top_k=top_k,
             **options,
         )
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Repeat the head on its own output, the `top_k` most likely nodes of each level."""
-        top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        top_k = self.top_k_of(state)
         tree = None if state.c_draft is None else state.c_draft.tree(state, top_k, max_nodes, num_levels)
         if tree is not None:
             return tree

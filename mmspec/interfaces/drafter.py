@@ -84,6 +84,7 @@ class Prompt:
             every prompt has one row; else empty.
         target_keys: the target's keys and values, if the drafter requires them; else None.
         c_shape: in rounds, traits of the target's decoder if it runs in C; None if it does not.
+        chains_only: in rounds, `Target.chains_only`: whether branches of the next draft are for nothing.
         rules: `rules(path) -> ids, bias`: what the prefix processors of the call let follow its only row and a path of
             drafted ids: ids that must follow, and [V] float32 to add to the scores behind them, or None where nothing
             may be drafted. A drafter may draft without them: what they forbid is dropped. None without processors.
@@ -110,6 +111,7 @@ class Prompt:
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     target_keys: TargetKeys | None = None
     c_shape: Callable[[], DecoderShape | None] = lambda: None
+    chains_only: Callable[[], bool] = lambda: False
     rules: Callable[[Sequence[int]], tuple[list[int], Tensor | None]] | None = None
     chooser: Chooser | None = None
 

@@ -93,7 +93,6 @@ class OwnHead:
         hidden_size: D.
         vocab_size: V.
         num_layers: decoder layers of the target.
-        chains_only: whether the target scores chains only.
         files: how it is stored.
     """
 
@@ -112,7 +111,6 @@ class OwnHead:
     hidden_size: int
     vocab_size: int
     num_layers: int
-    chains_only: bool
     files: HeadFiles
 
 

@@ -161,7 +161,6 @@ class _Reader:
             hidden_size=size,
             vocab_size=adapter.vocab_size,
             num_layers=adapter.num_layers,
-            chains_only=adapter.is_recurrent,
             files=self._files(names),
         )
 

@@ -82,7 +82,7 @@ class BlockDrafter(HeadDrafter):
             num_levels: not used: the block size is the depth.
         """
         block_size = min(self.block_size, max_nodes - 1)
-        top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        top_k = self.top_k_of(state)
         if state.c_draft is not None:
             tree = state.c_draft.tree(state, top_k, max_nodes, block_size)
             if tree is not None:

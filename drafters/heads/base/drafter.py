@@ -43,7 +43,7 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         records_drafts: whether `follow_tokens`, `extend_rows`, `draft_tree` are functions of tensors. Default: False.
         state_class: of the state of a call, for methods with tensors of their own. Default: `DraftState`.
 
-    `draft_tree` may use `logits`, `rotary_embedding`, `top_k_on`, and the methods of `DraftState`.
+    `draft_tree` may use `logits`, `rotary_embedding`, `top_k_of`, and the methods of `DraftState`.
     """
 
     state_class: type[DraftState] = DraftState
@@ -98,6 +98,7 @@ class HeadDrafter(HeadReader, Drafter, ABC):
             temperature=prompt.temperature,
             chooser=prompt.chooser,
             c_shape=prompt.c_shape,
+            chains_only=prompt.chains_only,
         )
 
     def use_recordings(self, state: DraftState, recordings: Recordings) -> None:

@@ -50,7 +50,8 @@ class HeadReader:
         head: the draft head, in eval mode.
         visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES`.
         trained_visual_mode: how they entered it in training, or "mixed" for both embeddings; None if unknown.
-        top_k: nodes per level that are expanded, and children of each; None for the device's default.
+        top_k: nodes per level that are expanded, and children of each; None for the device's default. 1 where the
+            target scores chains only.
         min_levels, max_levels: fewest and most levels of a draft, of `tokens_per_level` tokens each.
         prior_acceptance: of a token, before anything is counted.
         max_depth: largest depth of a draft node, in tokens below the root.
@@ -236,9 +237,10 @@ class HeadReader:
             return hidden_states[self.hidden_state_indices[0]]
         return torch.cat([hidden_states[index] for index in self.hidden_state_indices], dim=-1)
 
-    def top_k_on(self, device: torch.device) -> int:
-        """`top_k`, or the default of this device."""
-        return self.top_k or DEFAULT_TOP_K.get(device.type, 8)
+    def top_k_of(self, state: DraftState) -> int:
+        """Children of a node in the next draft: `top_k` or the device's default, 1 if the target scores chains only."""
+        top_k = 1 if state.chains_only() else self.top_k or DEFAULT_TOP_K.get(state.last_hidden.device.type, 8)
+        return min(top_k, len(state.logit_bias))
 
     def logits(self, state: DraftState, hidden_states: Tensor) -> Tensor:
         """[..., V'] float32 logits of the next token, -inf for ids that must not be drafted."""

@@ -48,6 +48,7 @@ class DraftFunction:
         bucket: positions of the context that are read.
         max_nodes: size of the tree, the root included.
         num_levels: as in `HeadDrafter.draft_tree`.
+        chains_only: see `Prompt`, in this draft.
     """
 
     drafter: HeadDrafter
@@ -57,6 +58,7 @@ class DraftFunction:
     bucket: int
     max_nodes: int
     num_levels: int
+    chains_only: bool
 
     def __call__(
         self, fixed: Sequence[Tensor], changing: Sequence[Tensor], numbers: Tensor, noise: Tensor | None
@@ -103,6 +105,7 @@ class DraftFunction:
             draft_lm_head=named.get("draft_lm_head"),
             position_offset=named["position_offset"],
             target_keys=None if self.target_keys is None else self.target_keys.over(named, lengths, self.bucket),
+            chains_only=lambda: self.chains_only,
             **{name: named[name] for name in state_class.kept if name in named},  # type: ignore[arg-type]
         )
 
@@ -198,11 +201,18 @@ class RecordedDraft:
         named = self._tensors.named | (_target_tensors(state) or {})
         names = (*named, *changing)
         function = DraftFunction(
-            drafter, state.shared_embeddings, state.target_keys, names, bucket, max_nodes, num_levels
+            drafter,
+            state.shared_embeddings,
+            state.target_keys,
+            names,
+            bucket,
+            max_nodes,
+            num_levels,
+            state.chains_only(),
         )
         return DraftPart(
             owner=self._tensors,
-            key=(drafter.top_k_on(state.last_hidden.device), max_nodes, num_levels, bucket, names),
+            key=(drafter.top_k_of(state), max_nodes, num_levels, bucket, names),
             state=list(named.values()),
             inputs=list(changing.values()),
             numbers=[list(pair) for pair in zip(state.kv_cache.seq_lens, pending.counts, strict=True)],
@@ -263,7 +273,7 @@ def _own_context(drafter: HeadDrafter, state: DraftState, capacity: int) -> dict
     """Keys and values of the head's own layers, with room for the nodes of a draft, and its rotary table."""
     device, longest = state.last_hidden.device, max(state.kv_cache.seq_lens)
     layers = torch.stack([torch.stack(state.kv_cache.read(i, longest)) for i in state.kv_cache.written_layers])
-    length = capacity + drafter.max_depth * drafter.top_k_on(device)
+    length = capacity + drafter.max_depth * drafter.top_k_of(state)
     # Zeros, since 0 * nan of another call would be nan.
     keys_values = layers.new_zeros(*layers.shape[:4], length, layers.shape[5])
     keys_values[..., :longest, :] = layers

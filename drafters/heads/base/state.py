@@ -92,7 +92,7 @@ class DraftState:
         recorded: its recorded drafts, or None.
         recordings: of the call; None if nothing of it is recorded.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
-        target_keys, c_shape: as in `Prompt`.
+        target_keys, c_shape, chains_only: as in `Prompt`.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("last_hidden",)
@@ -121,6 +121,7 @@ class DraftState:
     position_offset: Tensor | None = None
     target_keys: TargetKeys | None = None
     c_shape: Callable[[], DecoderShape | None] = lambda: None
+    chains_only: Callable[[], bool] = lambda: False
 
     def kept_tensors(self) -> dict[str, Tensor]:
         """Those of `kept` that there are."""

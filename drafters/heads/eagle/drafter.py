@@ -29,7 +29,7 @@ class EagleDrafter(HeadDrafter):
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Expand the `top_k` most likely nodes of each of `num_levels` levels, then re-rank (EAGLE-2, section 4)."""
-        top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        top_k = self.top_k_of(state)
         if state.c_draft is not None:
             tree = state.c_draft.tree(state, top_k, max_nodes, num_levels)
             if tree is not None:

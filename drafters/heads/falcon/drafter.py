@@ -141,7 +141,7 @@ class FalconDrafter(BlockDrafter):
             return super().draft_tree(state, max_nodes, 1)
         batch, device = len(state.last_hidden), state.last_hidden.device
         table = self.path_table(state, max_nodes, k)
-        top_k = min(self.top_k_on(device), len(table.full_paths))
+        top_k = min(self.top_k_of(state), len(table.full_paths))
         noise = state.log_noise(num_levels * k)
         expander = AutoregressiveExpander(self, state, top_k, positions_per_node=k)
         pool = NodePool()

@@ -29,6 +29,7 @@ from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.tree import DraftTree
 from mmspec.targets.assistant import assistant_parts
+from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
@@ -144,6 +145,56 @@ def test_drafts_of_an_mtp_head(
     counted = run(model, drafter, dtype, monkeypatch, **{"do_sample": False, **limits})
     assert counted.drafts > 4 and counted.reads > 4 and not counted.refused and not counted.differences
     assert counted.common >= (1.0 if dtype is torch.float32 else 0.85) * counted.paths > 20
+
+
+@pytest.mark.parametrize("how", ["c", "refused", "torch"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.6}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_trees_over_recurrent_states(
+    family: str, options: Mapping[str, Any], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees where the rounds of the call run in C, even if the head does not; chains once they no longer do."""
+    model, drafter = mtp_drafter(family, torch.float32, tmp_path)
+    drafted, scored, accepted = list[bool](), list[bool](), list[list[int]]()
+    draft_tree, observe, score = drafter.draft_tree, drafter.observe, CForwards.score
+
+    def watched_draft(*args: Any) -> DraftTree:
+        tree = draft_tree(*args)
+        drafted.append(has_branches(tree))
+        return tree
+
+    def watched_score(self: CForwards, tree: DraftTree, *args: Any) -> Any:
+        if how == "refused" and any(scored):
+            return None
+        scored.append(has_branches(tree))
+        return score(self, tree, *args)
+
+    def watched_observe(state: Any, result: Any, hidden_states: Any) -> None:
+        accepted.extend(nodes for nodes in result.accepted_nodes if nodes)
+        observe(state, result, hidden_states)
+
+    monkeypatch.setattr(drafter, "draft_tree", watched_draft)
+    monkeypatch.setattr(drafter, "observe", watched_observe)
+    monkeypatch.setattr(CForwards, "score", watched_score)
+    given = tiny.build_inputs(model, 5, 3, images=[1, 0, 2], padding="left")
+    limits: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": None, "do_sample": False, **options}
+    torch.manual_seed(1)
+    plain = model.generate(**given, **limits)
+    with patch_model(model, drafter=drafter, tree_size=8, backend="torch" if how == "torch" else "c"):
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**given, **limits), plain)
+        stats = mmspec.stats(model)
+    assert not stats.fallback_reason and stats.num_accepted_tokens > 0 and len(drafted) > 4
+    num_branched = sum(nodes != list(range(len(nodes))) for nodes in accepted)
+    if how == "c":
+        assert all(drafted) and sum(scored) >= len(drafted) - 1 and num_branched
+    else:
+        assert drafted.count(True) == 2 * len(scored) == 2 * (how == "refused") and not num_branched
+
+
+def has_branches(tree: DraftTree) -> bool:
+    """Whether a node is not below the one before it."""
+    return bool((tree.node_mask & (tree.parents != torch.arange(-1, tree.num_nodes - 1))).any())
 
 
 ASSISTANT_CASES: tuple[tuple[str, torch.dtype, bool, Mapping[str, Any], Mapping[str, Any]], ...] = (
