@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 Inputs = dict[str, Tensor]
 Media = tuple[Inputs, list[list[int]]]
 """Model inputs of some images or videos, and the token ids that stand for each of them in the prompt."""
+Builder = Callable[[Any, Any], PreTrainedModel]
+MediaBuilder = Callable[[PreTrainedModel, int, random.Random, int], Media]
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NO_DOUBLE: dict[str, Any] = {"dtypes": ("float32",)}
+"""Of models with experts, which have no kernel for float64, and of those that have eager attention only, where padded
+rows give nan in float64."""
+VIDEO_START, VIDEO_END = "bos", "eos"
+"""Special ids that enclose a video where its frames are enclosed by `start` and `end`, as images are."""
+TOKENS = {
+    "image": ("image_token_id", "image_token_index", "image_patch_id"),
+    "video": ("video_token_id", "video_token_index"),
+    VIDEO_START: ("video_start_token_id",),
+    VIDEO_END: ("video_end_token_id",),
+    **{
+        side: (
+            *(f"vision_{side}_token_id", f"im_{side}_id", f"image_{side}_id", f"image_{side}_token_id"),
+            *(f"{short}_token_id", f"{short}_token_index"),
+        )
+        for side, short in (("start", "boi"), ("end", "eoi"))
+    },
+}
+"""{special id: its names in configs}."""
 
 
 class Spec(Protocol):
@@ -65,9 +89,9 @@ class Family:
     """
 
     model_type: str
-    build: Callable[[Any, Any], PreTrainedModel]
-    images: Callable[[PreTrainedModel, int, random.Random, int], Media] | None = None
-    videos: Callable[[PreTrainedModel, int, random.Random, int], Media] | None = None
+    build: Builder
+    images: MediaBuilder | None = None
+    videos: MediaBuilder | None = None
     derived: Callable[[PreTrainedModel, Tensor], Inputs] = lambda model, input_ids: {}
     traits: str = ""
     mixes_media: bool = True
@@ -106,3 +130,49 @@ def layer_types(spec: Spec) -> list[str]:
 def noise(shape: tuple[int, ...], seed: int, model: PreTrainedModel) -> Tensor:
     """Random pixels in the dtype of the model."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(model.dtype)
+
+
+def vision_model(
+    spec: Spec, ids: Ids, name: str, text: Any, vision: Any, model_name: str = "", attention: Any = None, **more: Any
+) -> PreTrainedModel:
+    """`<model_name>ForConditionalGeneration` with `<name>Config` and those token ids that it has."""
+    config = getattr(transformers, f"{name}Config")
+    tokens = {key: getattr(ids, special) for special, keys in TOKENS.items() for key in keys}
+    values = {**tokens, "tie_word_embeddings": spec.tied, "text_config": text, "vision_config": vision}
+    values = {key: value for key, value in values.items() if hasattr(config, key)} | more
+    model = getattr(transformers, f"{model_name or name}ForConditionalGeneration")
+    built: PreTrainedModel = model._from_config(config(**values), attn_implementation=attention or spec.attention)
+    return built
+
+
+def builder(name: str, text: Any, vision: Any, **more: Any) -> Builder:
+    """A builder of `vision_model(name, text, vision, **more)`, where values may be functions of the spec."""
+
+    def build(spec: Any, ids: Any) -> PreTrainedModel:
+        given = {"text": text, "vision": vision, **more}
+        values = {key: value(spec) if callable(value) else copy.deepcopy(value) for key, value in given.items()}
+        return vision_model(spec, ids, name, text_values(spec, ids) | values.pop("text"), **values)
+
+    return build
+
+
+def special_id(model: PreTrainedModel, special: str) -> int:
+    """The id that stands for an image or a video, or encloses one, in the model's config."""
+    config: Any = model.config
+    return next(int(getattr(config, key)) for key in TOKENS[special] if hasattr(config, key))
+
+
+def run_of(model: PreTrainedModel, size: int, media: str = "image", enclosed: bool = False) -> list[int]:
+    """`size` placeholders, within the ids that enclose an image or not."""
+    run = [special_id(model, media)] * size
+    return [special_id(model, "start"), *run, special_id(model, "end")] if enclosed else run
+
+
+def square_images(pixels: int, tokens: int, enclosed: bool = False) -> MediaBuilder:
+    """Images of `pixels`² pixels and so many tokens."""
+
+    def images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+        given = {"pixel_values": noise((count, 3, pixels, pixels), seed, model)}
+        return given, [run_of(model, tokens, enclosed=enclosed)] * count
+
+    return images

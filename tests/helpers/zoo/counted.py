@@ -10,36 +10,39 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zoo.base import Family, Inputs, Media, noise, text_values
+from zoo.base import (
+    NO_DOUBLE,
+    VISION,
+    Builder,
+    Family,
+    Inputs,
+    Media,
+    MediaBuilder,
+    noise,
+    run_of,
+    text_values,
+    vision_model,
+)
 from zoo.gemma_like import grid_images, grid_videos, media_types, padded_patches
-from zoo.mrope import mrope_model, mrope_section, token_types
+from zoo.mrope import mrope_section, token_types
 from zoo.recurrent import STATE, gated_delta
 from zoo.text_only import alternating
 
-VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 NEW: dict[str, Any] = {"min_transformers": "5.24"}
-NO_DOUBLE: dict[str, Any] = {"dtypes": ("float32",), **NEW}
-"""Of models with experts, which have no kernel for float64."""
 SLICE_START, SLICE_END, NEWLINE = 10, 11, 12
 """Separators; ids of ordinary text stand for them."""
 Pixels = Callable[[PreTrainedModel, int, random.Random, int], Inputs]
 
 
-def _counted(pixels: Pixels, start: str = "", end: str = "") -> Any:
-    """A builder of `Family.images` with these pixels.
-
-    Args:
-        pixels: (model, count, rng, seed) -> inputs of `count` images.
-        start, end: names in the config of the ids around each image; "" for none.
-    """
+def _counted(pixels: Pixels, enclosed: bool = False) -> MediaBuilder:
+    """A builder of `Family.images` with these pixels: (model, count, rng, seed) -> inputs of `count` images."""
 
     def images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
         encoder: Any = model
         given = pixels(model, count, rng, seed)
         with torch.no_grad():
             features = encoder.get_image_features(**given, return_dict=True).pooler_output
-        before, after = ([getattr(encoder.config, name)] if name else [] for name in (start, end))
-        return given, [[*before, *[encoder.config.image_token_id] * len(one), *after] for one in features]
+        return given, [run_of(model, len(one), enclosed=enclosed) for one in features]
 
     return images
 
@@ -54,7 +57,7 @@ def _deepseek_ocr2(spec: Any, ids: Any) -> PreTrainedModel:
     sam = VISION | {"output_channels": 8, "image_size": 32, "patch_size": 4, "window_size": 4}
     sam |= {"global_attn_indexes": [1], "mlp_dim": 32, "downsample_channels": [8, 16]}
     vision = {"sam_config": sam, "encoder_config": VISION | {"num_key_value_heads": 1}}
-    model: Any = mrope_model(spec, ids, "DeepseekOcr2", text_values(spec, ids) | _experts(spec), vision)
+    model: Any = vision_model(spec, ids, "DeepseekOcr2", text_values(spec, ids) | _experts(spec), vision)
     model.model.vision_tower.query_768_resolution = nn.Embedding(4, 16)  # 144 tokens of an image are many
     built: PreTrainedModel = model
     return built
@@ -73,7 +76,7 @@ def _granite_docling(spec: Any, ids: Any) -> PreTrainedModel:
     text = text_values(spec, ids) | {"embedding_multiplier": 1.5, "residual_multiplier": 0.8}
     text |= {"attention_multiplier": 0.4, "logits_scaling": 0.7}
     vision = VISION | {"image_size": 16, "patch_size": 4, "out_hidden_size": spec.hidden, "scale_factor": 2}
-    return mrope_model(spec, ids, "GraniteDocling", text, vision | {"deepstack_visual_indexes": [0, 1]})
+    return vision_model(spec, ids, "GraniteDocling", text, vision | {"deepstack_visual_indexes": [0, 1]})
 
 
 def _tiles(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Inputs:
@@ -84,7 +87,7 @@ def _tiles(model: PreTrainedModel, count: int, rng: random.Random, seed: int) ->
     return {"pixel_values": noise((count, most, 3, 16, 16), seed, model), "pixel_attention_mask": seen}
 
 
-def _minicpm(name: str) -> Any:
+def _minicpm(name: str) -> Builder:
     """Qwen3.5 as text model."""
 
     def build(spec: Any, ids: Any) -> PreTrainedModel:
@@ -93,7 +96,7 @@ def _minicpm(name: str) -> Any:
         more = {"slice_start_id": SLICE_START, "slice_end_id": SLICE_END, "newline_id": NEWLINE}
         more = more if name == "MiniCPMV4_7" else {}
         vision = VISION | {"image_size": 16, "patch_size": 4}
-        return mrope_model(spec, ids, name, text, vision, insert_layer_id=0, **more)
+        return vision_model(spec, ids, name, text, vision, insert_layer_id=0, **more)
 
     return build
 
@@ -120,7 +123,7 @@ def _slices(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -
     return given, runs
 
 
-def _muse(name: str) -> Any:
+def _muse(name: str) -> Builder:
     """Gated attention; full layers have no positions; capped logits."""
 
     def build(spec: Any, ids: Any) -> PreTrainedModel:
@@ -132,7 +135,7 @@ def _muse(name: str) -> Any:
         if name == "MuseSpark":
             audio = {"patch_sizes": (2, 2), "hidden_sizes": (8, 8), "depths": (1, 1), "num_hidden_layers": 2}
             more["audio_config"] = audio | {"conv_kernel_size": 3, "out_hidden_size": spec.hidden}
-        return mrope_model(spec, ids, name, text, vision, **more)
+        return vision_model(spec, ids, name, text, vision, **more)
 
     return build
 
@@ -144,7 +147,7 @@ def _lfm3_vl(spec: Any, ids: Any) -> PreTrainedModel:
     text = text_values(spec, ids) | {"model_type": "lfm3", "layer_types": kinds, "conv_L_cache": 3}
     text["sliding_window"] = spec.window or 512
     vision = VISION | {"patch_size": 4, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}
-    return mrope_model(spec, ids, "Lfm3Vl", text, vision, projector_hidden_size=16)
+    return vision_model(spec, ids, "Lfm3Vl", text, vision, projector_hidden_size=16)
 
 
 def _gemma4_unified(spec: Any, ids: Any) -> PreTrainedModel:
@@ -154,8 +157,8 @@ def _gemma4_unified(spec: Any, ids: Any) -> PreTrainedModel:
     text |= {"num_kv_shared_layers": spec.layers - 2, "final_logit_softcapping": 30.0, "attention_k_eq_v": True}
     text |= {"global_head_dim": 2 * spec.hidden // spec.heads, "num_global_key_value_heads": 1}
     vision = {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 16}
-    more = {"audio_config": None, "boi_token_id": ids.start, "eoi_token_id": ids.end, "audio_token_id": spec.vocab + 1}
-    return mrope_model(spec, ids, "Gemma4Unified", text, vision | {"output_proj_dims": 16}, **more)
+    more = {"audio_config": None, "audio_token_id": spec.vocab + 1}
+    return vision_model(spec, ids, "Gemma4Unified", text, vision | {"output_proj_dims": 16}, **more)
 
 
 def _patches(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Inputs:
@@ -164,29 +167,23 @@ def _patches(model: PreTrainedModel, count: int, rng: random.Random, seed: int) 
     return {"pixel_values": pixels, "image_position_ids": positions}
 
 
+MUSE = "mask per layer type; no positions in full layers; gated attention"
 ROWS: tuple[Family, ...] = (
-    Family("deepseek_ocr2", _deepseek_ocr2, _counted(_crops), traits="experts", **NO_DOUBLE),
+    Family("deepseek_ocr2", _deepseek_ocr2, _counted(_crops), traits="experts", **NO_DOUBLE, **NEW),
     Family("granite_docling", _granite_docling, _counted(_tiles), traits="deepstack", **NEW),
     Family("minicpm_ocr", _minicpm("MiniCPMOcr"), _counted(_packed), traits=STATE, **NEW),
     Family("minicpmv4_6", _minicpm("MiniCPMV4_6"), _counted(_packed), traits=STATE, **NEW),
     Family("minicpmv4_7", _minicpm("MiniCPMV4_7"), _slices, None, token_types, f"M-RoPE, {STATE}", **NEW),
-    Family(
-        "muse_glimmer",
-        _muse("MuseGlimmer"),
-        grid_images,
-        grid_videos,
-        traits="mask per layer type; no positions in full layers; gated attention",
-        has_window=True,
-        **NEW,
-    ),
+    Family("muse_glimmer", _muse("MuseGlimmer"), grid_images, grid_videos, traits=MUSE, has_window=True, **NEW),
     Family(
         "muse_spark",
         _muse("MuseSpark"),
         grid_images,
         grid_videos,
-        traits="mask per layer type; no positions in full layers; gated attention; experts",
+        traits=f"{MUSE}; experts",
         has_window=True,
         **NO_DOUBLE,
+        **NEW,
     ),
     Family(
         "lfm3_vl", _lfm3_vl, grid_images, grid_videos, traits=f"mask per layer type; {STATE}", has_window=True, **NEW
@@ -194,7 +191,7 @@ ROWS: tuple[Family, ...] = (
     Family(
         "gemma4_unified",
         _gemma4_unified,
-        _counted(_patches, "boi_token_id", "eoi_token_id"),
+        _counted(_patches, enclosed=True),
         derived=media_types,
         traits="mask per layer type; bidirectional images in the prefill; shared keys and values; head size per layer",
         has_window=True,

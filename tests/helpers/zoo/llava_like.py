@@ -9,27 +9,24 @@ shape stand for them. They run before decoding only.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
-from zoo.base import Family, Media, layer_types, noise, text_values
+from zoo.base import VISION, Builder, Family, Media, builder, layer_types, noise, run_of, special_id, square_images
 
 START, END, GLOBAL, NEWLINE, TILE = 10, 11, 12, 13, 14
 """Separators; the ids from TILE on number the tiles of an image."""
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-Builder = Callable[[Any, Any], PreTrainedModel]
 
 
-def _text(kind: str, spec: Any, ids: Any) -> dict[str, Any]:
+def _text(kind: str, spec: Any) -> dict[str, Any]:
     """Config values of a text model of this type, with a sliding window where it has one."""
-    text = text_values(spec, ids) | {"model_type": kind}
+    text: dict[str, Any] = {"model_type": kind}
     if kind == "mistral":
         text["sliding_window"] = spec.window or None
     if kind in ("qwen2", "qwen3"):
@@ -46,43 +43,22 @@ def _text(kind: str, spec: Any, ids: Any) -> dict[str, Any]:
 
 def _vision(kind: str, **changes: Any) -> dict[str, Any]:
     """Config values of a vision tower with 4 x 4 patches."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return {"model_type": kind, **sizes, "image_size": 16, "patch_size": 4, **changes}
+    return {"model_type": kind, **VISION, "image_size": 16, "patch_size": 4, **changes}
 
 
-def _builder(
-    name: str, text: str, vision: Any, image_key: str = "image_token_id", video_key: str = "", **more: Any
-) -> Builder:
-    """A builder of `{name}ForConditionalGeneration`; `more` are config values, or functions of the spec."""
+def _builder(name: str, text: str, vision: Any, **more: Any) -> Builder:
+    """A builder with a text model of this type. Some vision towers have eager attention only."""
 
-    def build(spec: Any, ids: Any) -> PreTrainedModel:
-        values = {key: value(spec) if callable(value) else value for key, value in more.items()}
-        tokens = {image_key: ids.image} | ({video_key: ids.video} if video_key else {})
-        config = getattr(transformers, f"{name}Config")(
-            text_config=_text(text, spec, ids),
-            vision_config=copy.deepcopy(vision),
-            tie_word_embeddings=spec.tied,
-            **tokens,
-            **values,
-        )
-        model_class = getattr(transformers, f"{name}ForConditionalGeneration")
-        # Some vision towers have eager attention only.
-        attention = {"text_config": spec.attention}
-        model: PreTrainedModel = model_class._from_config(config, attn_implementation=attention)
-        return model
+    def attention(spec: Any) -> dict[str, str]:
+        return {"text_config": spec.attention}
 
-    return build
-
-
-def _run(model: PreTrainedModel, size: int = 4) -> list[int]:
-    config: Any = model.config
-    return [config.image_token_id] * size
+    return builder(name, lambda spec: _text(text, spec), vision, attention=attention, **more)
 
 
 def _tiles(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     """Adjacent tiles of 2 x 2 tokens, the whole image last."""
     tiles = [rng.choice((1, 1, 3, 5)) for _ in range(count)]
-    return {"pixel_values": noise((sum(tiles), 3, 16, 16), seed, model)}, [_run(model, 4 * n) for n in tiles]
+    return {"pixel_values": noise((sum(tiles), 3, 16, 16), seed, model)}, [run_of(model, 4 * n) for n in tiles]
 
 
 def _internvl(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
@@ -90,7 +66,7 @@ def _internvl(model: PreTrainedModel, count: int, rng: random.Random, seed: int)
     pixels, runs, number = [], [], 0
     for index in range(count):
         if rng.random() < 0.25:
-            number, run = 2, [START, *_run(model), END, NEWLINE, TILE, START, *_run(model), END]
+            number, run = 2, [START, *run_of(model, 4), END, NEWLINE, TILE, START, *run_of(model, 4), END]
             pixels.append(noise((number, 3, 16, 16), seed + index, model))
         else:
             given, (tiles,) = _tiles(model, 1, rng, seed + index)
@@ -110,10 +86,10 @@ def _split(model: PreTrainedModel, count: int, rng: random.Random, seed: int) ->
         run = []
         for row in range(rows):
             for column in range(columns):
-                run += [START, TILE + 2 * row + column, *_run(model)]
+                run += [START, TILE + 2 * row + column, *run_of(model, 4)]
             run.append(NEWLINE)
         run += [NEWLINE, START] if rows else [START]
-        runs.append([*run, GLOBAL, *_run(model), START])
+        runs.append([*run, GLOBAL, *run_of(model, 4), START])
         pixels[index, rows * columns + 1 :] = 0.0
         if rng.random() < 0.3:  # an image with a padded edge
             seen[index, :, :, 12:] = 0
@@ -127,7 +103,7 @@ def _idefics2(model: PreTrainedModel, count: int, rng: random.Random, seed: int)
     for index in range(count):
         seen[index, :, : rng.choice((8, 16)), : rng.choice((8, 16))] = 1
     pixels *= seen[:, :, None]
-    run = [START, *_run(model), START]
+    run = [START, *run_of(model, 4), START]
     return {"pixel_values": pixels, "pixel_attention_mask": seen}, [run] * count
 
 
@@ -137,39 +113,32 @@ def _lines(model: PreTrainedModel, count: int, rng: random.Random, seed: int) ->
     sizes = torch.tensor([rng.choice(((8, 16), (16, 8), (16, 24), (24, 16), (24, 8))) for _ in range(count)])
     pixels, runs = noise((count, 3, *sizes.amax(0).tolist()), seed, model), []
     for height, width in (sizes // 8).tolist():
-        run = [token for _ in range(height) for token in (*_run(model, width), NEWLINE)]
+        run = [token for _ in range(height) for token in (*run_of(model, width), NEWLINE)]
         runs.append([*run[:-1], END])
     return {"pixel_values": pixels, "image_sizes": sizes}, runs
 
 
 def _lighton_ocr(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     given, runs = _lines(model, count, rng, seed)
-    image = _run(model, 1)
-    return given, [[token for token in run if token in image] for run in runs]
-
-
-def _square(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
-    config: Any = model.config
-    return {"pixel_values": noise((count, 3, 16, 16), seed, model)}, [_run(model, config.image_seq_length)] * count
+    return given, [run_of(model, run.count(special_id(model, "image"))) for run in runs]
 
 
 def _video_llava_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     names = inspect.signature(type(model).forward).parameters
     name = "pixel_values" if "pixel_values" in names else "pixel_values_images"  # until 5.22
-    return {name: noise((count, 3, 8, 8), seed, model)}, [_run(model, 4)] * count
+    return {name: noise((count, 3, 8, 8), seed, model)}, [run_of(model, 4)] * count
 
 
 def _video_llava_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     """Frames with the class token of each."""
-    config: Any = model.config
     frames = rng.choice((2, 3))
     pixels = noise((count, frames, 3, 8, 8), seed + 1, model)
-    return {"pixel_values_videos": pixels}, [[config.video_token_id] * 5 * frames] * count
+    return {"pixel_values_videos": pixels}, [run_of(model, 5 * frames, "video")] * count
 
 
 def _got_ocr2(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     tiles = [rng.choice((1, 1, 3)) for _ in range(count)]
-    runs = [[START, *_run(model, 4 * n), END] for n in tiles]
+    runs = [[START, *run_of(model, 4 * n), END] for n in tiles]
     return {"pixel_values": noise((sum(tiles), 3, 32, 32), seed, model)}, runs
 
 
@@ -180,9 +149,9 @@ def _ovis2(model: PreTrainedModel, count: int, rng: random.Random, seed: int) ->
     runs, number = [], 0
     for _ in range(count):
         rows, columns = rng.choice(((1, 1), (1, 2), (2, 1), (2, 2)))
-        run = [start, *_run(model), grid]
+        run = [start, *run_of(model, 4), grid]
         if rows * columns > 1:
-            lines = [[*_run(model), *([column_end, *_run(model)] * (columns - 1))] for _ in range(rows)]
+            lines = [[*run_of(model, 4), *([column_end, *run_of(model, 4)] * (columns - 1))] for _ in range(rows)]
             run += [token for line in lines for token in (*line, row_end)][:-1]
         number += 1 if rows * columns == 1 else 1 + rows * columns
         runs.append([*run, end])
@@ -195,14 +164,14 @@ def _aya_vision(model: PreTrainedModel, count: int, rng: random.Random, seed: in
     runs = []
     for run in plain:
         marks = [TILE + index for index in range(len(run) // 4 - 1)] + [GLOBAL]
-        runs.append([START, *[token for mark in marks for token in (mark, *_run(model))], END])
+        runs.append([START, *[token for mark in marks for token in (mark, *run_of(model, 4))], END])
     return given, runs
 
 
 def _cohere2_vision(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     """Tiles with a separator after each."""
     given, plain = _tiles(model, count, rng, seed)
-    return given, [[START, *[*_run(model), NEWLINE] * (len(run) // 4), END] for run in plain]
+    return given, [[START, *[*run_of(model, 4), NEWLINE] * (len(run) // 4), END] for run in plain]
 
 
 def _granite4_vision(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
@@ -212,22 +181,20 @@ def _granite4_vision(model: PreTrainedModel, count: int, rng: random.Random, see
     encoder: Any = model
     with torch.no_grad():
         _, images = encoder.get_image_features(**given, return_dict=True).deepstack_features[0]
-    return given, [_run(model, len(image)) for image in images]
+    return given, [run_of(model, len(image)) for image in images]
 
 
 def _perception_lm(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     """The whole image and its tiles; all images of a call have as many."""
     tiles = rng.choice((1, 2, 3))
-    return {"pixel_values": noise((count, tiles, 3, 16, 16), seed, model)}, [_run(model, 4 * tiles)] * count
+    return {"pixel_values": noise((count, tiles, 3, 16, 16), seed, model)}, [run_of(model, 4 * tiles)] * count
 
 
 def _perception_lm_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
-    config: Any = model.config
     given, runs = _perception_lm(model, count, rng, seed + 1)
-    return {"pixel_values_videos": given["pixel_values"]}, [[config.video_token_id] * len(run) for run in runs]
+    return {"pixel_values_videos": given["pixel_values"]}, [run_of(model, len(run), "video") for run in runs]
 
 
-_INDEX = "image_token_index"
 _MIXED = "sliding and full layers, the latter without positions"
 _BUILDERS = {
     "internvl": _builder("InternVL", "qwen2", _vision("internvl_vision"), image_seq_length=4),
@@ -247,18 +214,15 @@ _BUILDERS = {
             "num_key_value_heads": 1,
         },
     ),
-    "mistral3": _builder("Mistral3", "mistral", _vision("pixtral", image_size=24), _INDEX, spatial_merge_size=2),
+    "mistral3": _builder("Mistral3", "mistral", _vision("pixtral", image_size=24), spatial_merge_size=2),
     "vipllava": _builder(
         "VipLlava",
         "llama",
         _vision("clip_vision_model"),
-        _INDEX,
         vision_feature_layers=[-1, -2, 1],
         image_seq_length=16,
     ),
-    "video_llava": _builder(
-        "VideoLlava", "llama", _vision("clip_vision_model", image_size=8), _INDEX, "video_token_index"
-    ),
+    "video_llava": _builder("VideoLlava", "llama", _vision("clip_vision_model", image_size=8)),
     "got_ocr2": _builder(
         "GotOcr2",
         "qwen2",
@@ -271,7 +235,6 @@ _BUILDERS = {
             mlp_dim=32,
             output_channels=8,
         ),
-        _INDEX,
         image_seq_length=4,
     ),
     "ovis2": _builder(
@@ -283,7 +246,7 @@ _BUILDERS = {
         visual_indicator_token_ids=[START, END, GLOBAL, NEWLINE, TILE],
     ),
     "lighton_ocr": _builder("LightOnOcr", "qwen3", _vision("pixtral", image_size=24), spatial_merge_size=2),
-    "aya_vision": _builder("AyaVision", "cohere2", _vision("siglip_vision_model", vision_use_head=False), _INDEX),
+    "aya_vision": _builder("AyaVision", "cohere2", _vision("siglip_vision_model", vision_use_head=False)),
     "cohere2_vision": _builder(
         "Cohere2Vision",
         "cohere2",
@@ -294,21 +257,18 @@ _BUILDERS = {
         "PerceptionLM",
         "llama",
         transformers.CLIPVisionConfig(**_vision("clip_vision_model"), model_args={"embed_dim": 16}),
-        video_key="video_token_id",
         projector_pooling_ratio=2,
     ),
     "fast_vlm": _builder(
         "FastVlm",
         "qwen2",
         transformers.ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], hidden_size=16),
-        _INDEX,
         image_seq_length=4,
     ),
     "granite4_vision": _builder(
         "Granite4Vision",
         "granite4_vision_text",
         _vision("clip_vision_model", hidden_size=64),
-        _INDEX,
         downsample_rate="1/2",
         image_grid_pinpoints=PINPOINTS,
         deepstack_layer_map=[[-1, 0]],
@@ -338,7 +298,7 @@ ROWS = (
     _row("idefics3", _split),
     _row("idefics2", _idefics2, has_window=True),
     _row("mistral3", _lines, has_window=True),
-    _row("vipllava", _square),
+    _row("vipllava", square_images(16, 16)),
     _row("video_llava", _video_llava_images, videos=_video_llava_videos),
     _row("got_ocr2", _got_ocr2, has_window=True),
     _row("ovis2", _ovis2, has_window=True),
@@ -346,6 +306,6 @@ ROWS = (
     _row("aya_vision", _aya_vision, _MIXED, has_window=True),
     _row("cohere2_vision", _cohere2_vision, _MIXED, has_window=True),
     _row("perception_lm", _perception_lm, videos=_perception_lm_videos),
-    _row("fast_vlm", _square, has_window=True),
+    _row("fast_vlm", square_images(16, 4), has_window=True),
     _row("granite4_vision", _granite4_vision, "deepstack", min_transformers="5.23"),
 )

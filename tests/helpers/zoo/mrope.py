@@ -6,14 +6,21 @@ import random
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from zoo.base import Family, Inputs, Media, layer_types, noise, text_values
-
-VIDEO_START, VIDEO_END = "bos", "eos"
-"""Special ids that enclose a video where its frames are enclosed by `start` and `end`, as images are."""
+from zoo.base import (
+    NO_DOUBLE,
+    VISION,
+    Family,
+    Inputs,
+    Media,
+    layer_types,
+    noise,
+    run_of,
+    text_values,
+    vision_model,
+)
 
 
 def mrope_section(spec: Any, factor: float = 1.0) -> list[int]:
@@ -32,25 +39,6 @@ def mrope_vision(spec: Any, **changes: Any) -> dict[str, Any]:
     return shape | {"out_hidden_size": spec.hidden} | changes
 
 
-def mrope_model(
-    spec: Any, ids: Any, name: str, text: dict[str, Any], vision: dict[str, Any], model_name: str = "", **more: Any
-) -> PreTrainedModel:
-    """`<model_name>ForConditionalGeneration` with `<name>Config` and those token ids that it has."""
-    tokens = {"image_token_id": ids.image, "video_token_id": ids.video, "tie_word_embeddings": spec.tied}
-    tokens |= {"vision_start_token_id": ids.start, "vision_end_token_id": ids.end}
-    tokens |= {"im_start_id": ids.start, "im_end_id": ids.end}
-    tokens |= {"image_start_id": ids.start, "image_end_id": ids.end}
-    tokens |= {"image_start_token_id": ids.start, "image_end_token_id": ids.end}
-    tokens |= {"video_start_token_id": getattr(ids, VIDEO_START), "video_end_token_id": getattr(ids, VIDEO_END)}
-    config = getattr(transformers, f"{name}Config")
-    tokens = {key: value for key, value in tokens.items() if hasattr(config, key) and key not in more}
-    model = getattr(transformers, f"{model_name or name}ForConditionalGeneration")
-    built: PreTrainedModel = model._from_config(
-        config(text_config=text, vision_config=vision, **tokens, **more), attn_implementation=spec.attention
-    )
-    return built
-
-
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
@@ -58,23 +46,23 @@ def _qwen2_vl(spec: Any, ids: Any) -> PreTrainedModel:
     text = mrope_text(spec, ids, layer_types=layer_types(spec), use_sliding_window=bool(spec.window))
     text |= {"sliding_window": spec.window or None, "max_window_layers": 0}
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": spec.hidden, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    return mrope_model(spec, ids, "Qwen2VL", text, vision)
+    return vision_model(spec, ids, "Qwen2VL", text, vision)
 
 
 def _qwen3_vl(spec: Any, ids: Any) -> PreTrainedModel:
     # Features of both vision layers are added to the states of the first two text layers.
     vision = mrope_vision(spec, deepstack_visual_indexes=[0, 1], num_position_embeddings=16)
-    return mrope_model(spec, ids, "Qwen3VL", mrope_text(spec, ids), vision)
+    return vision_model(spec, ids, "Qwen3VL", mrope_text(spec, ids), vision)
 
 
 def _qwen3_vl_moe(spec: Any, ids: Any) -> PreTrainedModel:
     text = mrope_text(spec, ids, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=spec.hidden)
     vision = mrope_vision(spec, deepstack_visual_indexes=[0, 1], num_position_embeddings=16)
-    return mrope_model(spec, ids, "Qwen3VLMoe", text, vision)
+    return vision_model(spec, ids, "Qwen3VLMoe", text, vision)
 
 
 def _glm4v(spec: Any, ids: Any, name: str = "Glm4v") -> PreTrainedModel:
-    return mrope_model(spec, ids, name, mrope_text(spec, ids), mrope_vision(spec, image_size=16))
+    return vision_model(spec, ids, name, mrope_text(spec, ids), mrope_vision(spec, image_size=16))
 
 
 def _glm46v(spec: Any, ids: Any) -> PreTrainedModel:
@@ -89,12 +77,11 @@ def _glm4v_moe(spec: Any, ids: Any) -> PreTrainedModel:
     text = mrope_text(spec, ids, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2)
     text |= {"moe_intermediate_size": spec.hidden, "first_k_dense_replace": 1}
     text["rope_parameters"] |= {"mrope_section": mrope_section(spec, 0.5), "partial_rotary_factor": 0.5}
-    return mrope_model(spec, ids, "Glm4vMoe", text, mrope_vision(spec, image_size=16))
+    return vision_model(spec, ids, "Glm4vMoe", text, mrope_vision(spec, image_size=16))
 
 
 def _paddleocr_vl(spec: Any, ids: Any) -> PreTrainedModel:
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return mrope_model(spec, ids, "PaddleOCRVL", mrope_text(spec, ids), vision | {"image_size": 16, "patch_size": 4})
+    return vision_model(spec, ids, "PaddleOCRVL", mrope_text(spec, ids), VISION | {"image_size": 16, "patch_size": 4})
 
 
 def _ernie4_5_vl_moe(spec: Any, ids: Any) -> PreTrainedModel:
@@ -103,16 +90,15 @@ def _ernie4_5_vl_moe(spec: Any, ids: Any) -> PreTrainedModel:
     half = spec.hidden // spec.heads // 2  # sections of height, width and time; the first two are interleaved
     side = half // 3
     text["rope_parameters"]["mrope_section"] = [side, side, half - 2 * side]
-    return mrope_model(spec, ids, "Ernie4_5_VLMoe", text, mrope_vision(spec))
+    return vision_model(spec, ids, "Ernie4_5_VLMoe", text, mrope_vision(spec))
 
 
 def _hunyuan_vl(spec: Any, ids: Any) -> PreTrainedModel:
     half = spec.hidden // spec.heads // 2
     section = [half - 3 * (half // 4), half // 4, half // 4, half // 4]
     rope = {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0, "mrope_section": section}
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision |= {"out_hidden_size": spec.hidden, "patch_size": 4, "max_image_size": 16, "min_image_size": 8}
-    return mrope_model(spec, ids, "HunYuanVL", mrope_text(spec, ids, rope_parameters=rope), vision)
+    vision = VISION | {"out_hidden_size": spec.hidden, "patch_size": 4, "max_image_size": 16, "min_image_size": 8}
+    return vision_model(spec, ids, "HunYuanVL", mrope_text(spec, ids, rope_parameters=rope), vision)
 
 
 # --- media ------------------------------------------------------------------------------------------------------------
@@ -132,17 +118,6 @@ def _pixels_and_sizes(model: PreTrainedModel, grid: Tensor, seed: int) -> tuple[
     return grid_pixels(model, grid, seed), (grid.prod(-1) // merge).tolist()
 
 
-def _special(model: PreTrainedModel, name: str) -> int:
-    """The id that starts or ends an image (`name` "start" or "end")."""
-    config: Any = model.config
-    keys = (f"image_{name}_token_id", f"vision_{name}_token_id", f"im_{name}_id")
-    return next(int(getattr(config, key)) for key in keys if hasattr(config, key))
-
-
-def enclose(model: PreTrainedModel, token: int, length: int) -> list[int]:
-    return [_special(model, "start"), *[token] * length, _special(model, "end")]
-
-
 def image_grids(count: int, rng: random.Random, sides: tuple[int, ...] = (2, 4, 6)) -> Tensor:
     return torch.tensor([[1, rng.choice(sides), rng.choice(sides[:2])] for _ in range(count)])
 
@@ -154,7 +129,7 @@ def video_grids(count: int, rng: random.Random) -> Tensor:
 def grid_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     grid = image_grids(count, rng)
     pixels, sizes = _pixels_and_sizes(model, grid, seed)
-    runs = [enclose(model, model.config.image_token_id, size) for size in sizes]
+    runs = [run_of(model, size, enclosed=True) for size in sizes]
     return {"pixel_values": pixels, "image_grid_thw": grid}, runs
 
 
@@ -162,7 +137,7 @@ def grid_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: in
     """One run of placeholders per video."""
     grid = video_grids(count, rng)
     pixels, sizes = _pixels_and_sizes(model, grid, seed)
-    runs = [enclose(model, model.config.video_token_id, size) for size in sizes]
+    runs = [run_of(model, size, "video", enclosed=True) for size in sizes]
     return {"pixel_values_videos": pixels, "video_grid_thw": grid}, runs
 
 
@@ -172,7 +147,7 @@ def timed_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: i
     pixels, sizes = _pixels_and_sizes(model, grid, seed)
     runs: list[list[int]] = []
     for num_frames, size in zip(grid[:, 0].tolist(), sizes, strict=True):
-        frame = enclose(model, model.config.video_token_id, size // num_frames)
+        frame = run_of(model, size // num_frames, "video", enclosed=True)
         times = [rng.choices(range(7, 27), k=rng.randint(1, 2)) for _ in range(num_frames)]  # text ids
         runs.append([token for time in times for token in [*time, *frame]])
     return {"pixel_values_videos": pixels, "video_grid_thw": grid}, runs
@@ -208,7 +183,7 @@ def _hunyuan_images(model: PreTrainedModel, count: int, rng: random.Random, seed
     grid = image_grids(count, rng)
     pixels, _ = _pixels_and_sizes(model, grid, seed)
     merged = (grid[:, 1:] // model.config.vision_config.spatial_merge_size).tolist()
-    runs = [enclose(model, model.config.image_token_id, height * (width + 1) + 2) for height, width in merged]
+    runs = [run_of(model, height * (width + 1) + 2, enclosed=True) for height, width in merged]
     return {"pixel_values": pixels, "image_grid_thw": grid}, runs
 
 
@@ -242,12 +217,17 @@ def _ernie_token_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
     return given | {"moe_mm_token_type_ids": routed}
 
 
-MOE: dict[str, Any] = {"dtypes": ("float32",)}  # torch's grouped matrix product has no float64
 ROWS = (
     Family("qwen2_vl", _qwen2_vl, grid_images, grid_videos, token_types, traits="M-RoPE", has_window=True),
     Family("qwen3_vl", _qwen3_vl, grid_images, timed_videos, token_types, traits="M-RoPE, deepstack"),
     Family(
-        "qwen3_vl_moe", _qwen3_vl_moe, grid_images, timed_videos, token_types, traits="M-RoPE, deepstack, MoE", **MOE
+        "qwen3_vl_moe",
+        _qwen3_vl_moe,
+        grid_images,
+        timed_videos,
+        token_types,
+        traits="M-RoPE, deepstack, MoE",
+        **NO_DOUBLE,
     ),
     Family("glm4v", _glm4v, grid_images, glm_videos, glm_token_types, traits="M-RoPE", mixes_media=False),
     Family("glm46v", _glm46v, grid_images, glm_videos, glm_token_types, traits="M-RoPE", mixes_media=False),
@@ -261,7 +241,7 @@ ROWS = (
         glm_token_types,
         traits="M-RoPE, MoE",
         mixes_media=False,
-        **MOE,
+        **NO_DOUBLE,
     ),
     Family(
         "ernie4_5_vl_moe",
@@ -270,7 +250,7 @@ ROWS = (
         _ernie_videos,
         _ernie_token_types,
         traits="M-RoPE, MoE with separate experts for vision tokens",
-        **MOE,
+        **NO_DOUBLE,
     ),
     Family(
         "hunyuan_vl",

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from zoo.base import Family, Media, layer_types
+from zoo.base import NO_DOUBLE, VISION, Family, Media, layer_types, run_of, vision_model
 from zoo.mrope import (
-    MOE,
     glm_token_types,
     glm_videos,
     grid_images,
     grid_pixels,
     grid_videos,
     image_grids,
-    mrope_model,
     mrope_text,
     mrope_vision,
     timed_videos,
@@ -35,9 +33,8 @@ def _qwen2_5_omni(spec: Any, ids: Any) -> PreTrainedModel:
     text |= {"sliding_window": spec.window or None, "max_window_layers": 0}
     vision = mrope_vision(spec, window_size=16, fullatt_block_indexes=[1])
     more = {"audio_config": AUDIO | {"output_dim": spec.hidden}}
-    more |= {"image_token_index": ids.image, "video_token_index": ids.video}
     more |= {"vision_start_token_id": ids.start, "vision_end_token_id": ids.end}
-    return mrope_model(spec, ids, "Qwen2_5OmniThinker", text, vision, **more)
+    return vision_model(spec, ids, "Qwen2_5OmniThinker", text, vision, **more)
 
 
 def _qwen3_omni_moe(spec: Any, ids: Any) -> PreTrainedModel:
@@ -45,18 +42,17 @@ def _qwen3_omni_moe(spec: Any, ids: Any) -> PreTrainedModel:
     vision = mrope_vision(spec, deepstack_visual_indexes=[0, 1], num_position_embeddings=16)
     more = {"audio_config": AUDIO | {"output_dim": spec.hidden, "downsample_hidden_size": 8}}
     more |= {"vision_start_token_id": ids.start, "vision_end_token_id": ids.end}
-    return mrope_model(spec, ids, "Qwen3OmniMoeThinker", text, vision, **more)
+    return vision_model(spec, ids, "Qwen3OmniMoeThinker", text, vision, **more)
 
 
 def _cosmos3_omni(spec: Any, ids: Any) -> PreTrainedModel:
     vision = mrope_vision(spec, deepstack_visual_indexes=[0, 1], num_position_embeddings=16)
-    return mrope_model(spec, ids, "Cosmos3Omni", mrope_text(spec, ids), vision | {"model_type": "qwen3_vl_vision"})
+    return vision_model(spec, ids, "Cosmos3Omni", mrope_text(spec, ids), vision | {"model_type": "qwen3_vl_vision"})
 
 
 def _cosmos3_edge(spec: Any, ids: Any) -> PreTrainedModel:
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision |= {"patch_size": 4, "num_patches": 16}
-    return mrope_model(spec, ids, "Cosmos3Edge", mrope_text(spec, ids), vision, projector_hidden_size=32)
+    vision = VISION | {"patch_size": 4, "num_patches": 16}
+    return vision_model(spec, ids, "Cosmos3Edge", mrope_text(spec, ids), vision, projector_hidden_size=32)
 
 
 def _cohere_compass(spec: Any, ids: Any) -> PreTrainedModel:
@@ -66,26 +62,25 @@ def _cohere_compass(spec: Any, ids: Any) -> PreTrainedModel:
     text["rope_parameters"] = {"sliding_attention": rope, "full_attention": full}
     text["rope_parameters"] = {kind: text["rope_parameters"][kind] for kind in set(text["layer_types"])}
     vision = mrope_vision(spec, deepstack_visual_indexes=[0, 1], num_position_embeddings=16)
-    return mrope_model(spec, ids, "CohereCompass", text, vision)
+    return vision_model(spec, ids, "CohereCompass", text, vision)
 
 
 def _video_llama_3(spec: Any, ids: Any) -> PreTrainedModel:
     text = mrope_text(spec, ids, rope_parameters=PLAIN_ROPE, layer_types=layer_types(spec), model_type="qwen2")
     text |= {"use_sliding_window": bool(spec.window), "sliding_window": spec.window or None, "max_window_layers": 0}
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return mrope_model(spec, ids, "VideoLlama3", text, vision | {"patch_size": 4})
+    return vision_model(spec, ids, "VideoLlama3", text, VISION | {"patch_size": 4})
 
 
 def _hyperclovax(spec: Any, ids: Any) -> PreTrainedModel:
     multipliers = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 0.5}
     text = mrope_text(spec, ids, rope_parameters=PLAIN_ROPE, model_type="hyperclovax", **multipliers)
     vision = mrope_vision(spec, window_size=16, fullatt_block_indexes=[1], model_type="qwen2_5_vl_vision")
-    return mrope_model(spec, ids, "HyperCLOVAXVisionV2", text, vision)
+    return vision_model(spec, ids, "HyperCLOVAXVisionV2", text, vision)
 
 
 def _glmga(spec: Any, ids: Any) -> PreTrainedModel:
     """The model class of GLM-4.6V."""
-    return mrope_model(
+    return vision_model(
         spec, ids, "Glmga", mrope_text(spec, ids), mrope_vision(spec, image_size=16), model_name="Glm46V"
     )
 
@@ -101,13 +96,13 @@ def _omni_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: i
 def _bare_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     """No tokens enclose an image."""
     grid = image_grids(count, rng)
-    runs = [[model.config.image_token_id] * size for size in (grid.prod(-1) // 4).tolist()]
+    runs = [run_of(model, size) for size in (grid.prod(-1) // 4).tolist()]
     return {"pixel_values": grid_pixels(model, grid, seed), "image_grid_thw": grid}, runs
 
 
 def _bare_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     grid = video_grids(count, rng)
-    runs = [[model.config.video_token_id] * size for size in (grid.prod(-1) // 4).tolist()]
+    runs = [run_of(model, size, "video") for size in (grid.prod(-1) // 4).tolist()]
     return {"pixel_values_videos": grid_pixels(model, grid, seed), "video_grid_thw": grid}, runs
 
 
@@ -117,7 +112,7 @@ def _merged_images(model: PreTrainedModel, count: int, rng: random.Random, seed:
     merge = torch.tensor([rng.choice((1, 2)) for _ in range(count)])
     sizes = (grid.prod(-1) // merge**2).tolist()
     given = {"pixel_values": grid_pixels(model, grid, seed), "image_grid_thw": grid, "image_merge_sizes": merge}
-    return given, [[model.config.image_token_id] * size for size in sizes]
+    return given, [run_of(model, size) for size in sizes]
 
 
 def _compressed_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
@@ -130,7 +125,7 @@ def _compressed_videos(model: PreTrainedModel, count: int, rng: random.Random, s
         for frame in range(num_frames):
             features = [frame == 0 or rng.random() < 0.6 for _ in range(height * width // 4)]
             masks.append(torch.tensor(features))
-            run += [7 + frame, *[model.config.video_token_id] * sum(features)]  # after a timestamp
+            run += [7 + frame, *run_of(model, sum(features), "video")]  # after a timestamp
         runs.append(run)
     given = {"pixel_values_videos": grid_pixels(model, grid, seed), "video_grid_thw": grid, "video_merge_sizes": merge}
     return given | {"video_compression_mask": torch.cat(masks)}, runs
@@ -144,7 +139,7 @@ ROWS = (
         grid_images,
         _omni_videos,
         traits="M-RoPE with fractions, deepstack, MoE, audio",
-        **MOE,
+        **NO_DOUBLE,
     ),
     Family("glmga", _glmga, grid_images, glm_videos, glm_token_types, traits="M-RoPE", mixes_media=False),
     Family("cosmos3_omni", _cosmos3_omni, grid_images, timed_videos, token_types, traits="M-RoPE, deepstack"),

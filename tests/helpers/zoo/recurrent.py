@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from zoo import mrope
-from zoo.base import Family, Media, noise, text_values
+from zoo.base import NO_DOUBLE, VISION, Builder, Family, Media, noise, run_of, text_values, vision_model
 
 STATE = "recurrent state"
 
@@ -41,17 +41,13 @@ def _experts(spec: Any) -> dict[str, int]:
     }
 
 
-def _qwen3_5(spec: Any, ids: Any, *, experts: bool = False) -> PreTrainedModel:
-    text = gated_delta(spec, ids)
-    text["rope_parameters"] |= {"mrope_section": mrope.mrope_section(spec), "mrope_interleaved": True}
-    if experts:
-        text |= _experts(spec)
-    vision = mrope.mrope_vision(spec, num_position_embeddings=64)
-    return mrope.mrope_model(spec, ids, "Qwen3_5Moe" if experts else "Qwen3_5", text, vision)
+def _qwen3_5(name: str) -> Builder:
+    def build(spec: Any, ids: Any) -> PreTrainedModel:
+        text = gated_delta(spec, ids) | (_experts(spec) if name.endswith("Moe") else {})
+        text["rope_parameters"] |= {"mrope_section": mrope.mrope_section(spec), "mrope_interleaved": True}
+        return vision_model(spec, ids, name, text, mrope.mrope_vision(spec, num_position_embeddings=64))
 
-
-def _qwen3_5_moe(spec: Any, ids: Any) -> PreTrainedModel:
-    return _qwen3_5(spec, ids, experts=True)
+    return build
 
 
 def _qwen3_next(spec: Any, ids: Any) -> PreTrainedModel:
@@ -74,22 +70,12 @@ def _lfm2(spec: Any, ids: Any) -> PreTrainedModel:
 
 
 def _lfm2_vl(spec: Any, ids: Any) -> PreTrainedModel:
-    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
-
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Lfm2VlConfig(
-        vision_config=vision | {"patch_size": 4, "num_patches": 16, "vision_use_head": False},
-        text_config=_lfm2_values(spec, ids),
-        image_token_id=ids.image,
-        projector_hidden_size=16,
-        tie_word_embeddings=spec.tied,
-    )
-    return Lfm2VlForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
+    vision = VISION | {"patch_size": 4, "num_patches": 16, "vision_use_head": False}
+    return vision_model(spec, ids, "Lfm2Vl", _lfm2_values(spec, ids), vision, projector_hidden_size=16)
 
 
 def _lfm2_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     """Images of different size in patches, padded to the largest, as the NaFlex processor does."""
-    config: Any = model.config
     shapes = torch.tensor([[rng.choice((2, 4)), rng.choice((2, 4))] for _ in range(count)])
     sizes = shapes.prod(-1)
     longest = int(sizes.max())
@@ -98,21 +84,14 @@ def _lfm2_images(model: PreTrainedModel, count: int, rng: random.Random, seed: i
         "spatial_shapes": shapes,
         "pixel_attention_mask": (torch.arange(longest) < sizes[:, None]).int(),
     }
-    return inputs, [[config.image_token_id] * (size // 4) for size in sizes.tolist()]
+    return inputs, [run_of(model, size // 4) for size in sizes.tolist()]
 
 
+MROPE = mrope.grid_images, mrope.timed_videos, mrope.token_types, f"M-RoPE, {STATE}"
 ROWS = (
-    Family("qwen3_5", _qwen3_5, mrope.grid_images, mrope.timed_videos, mrope.token_types, traits=f"M-RoPE, {STATE}"),
-    Family(
-        "qwen3_5_moe",
-        _qwen3_5_moe,
-        mrope.grid_images,
-        mrope.timed_videos,
-        mrope.token_types,
-        f"M-RoPE, {STATE}",
-        dtypes=("float32",),
-    ),
-    Family("qwen3_next", _qwen3_next, traits=STATE, dtypes=("float32",)),
+    Family("qwen3_5", _qwen3_5("Qwen3_5"), *MROPE),
+    Family("qwen3_5_moe", _qwen3_5("Qwen3_5Moe"), *MROPE, **NO_DOUBLE),
+    Family("qwen3_next", _qwen3_next, traits=STATE, **NO_DOUBLE),
     Family("lfm2_vl", _lfm2_vl, _lfm2_images, traits=STATE),
     Family("lfm2", _lfm2, traits=STATE),
 )

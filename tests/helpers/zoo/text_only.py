@@ -8,17 +8,12 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from zoo.base import Family, layer_types, text_values
+from zoo.base import NO_DOUBLE, Builder, Family, layer_types, text_values
 
-NO_DOUBLE = ("float32",)
-"""Dtypes of models with experts, which have no kernel for float64, and of those that have eager attention only, where
-padded rows give nan in float64."""
 Extra = Callable[[Any], dict[str, Any]]
 
 
-def _builder(
-    name: str, extra: Extra = lambda spec: {}, config_name: str = "", attention: str = ""
-) -> Callable[[Any, Any], PreTrainedModel]:
+def _builder(name: str, extra: Extra = lambda spec: {}, config_name: str = "", attention: str = "") -> Builder:
     """A builder of `<name>ForCausalLM` with the values of `extra(spec)`, and its only `attention` if it has but one."""
 
     def build(spec: Any, ids: Any) -> PreTrainedModel:
@@ -61,7 +56,7 @@ def _gpt_oss(spec: Any) -> dict[str, Any]:
     return alternating(spec) | {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def _deepseek(spec: Any) -> dict[str, Any]:
+def deepseek(spec: Any) -> dict[str, Any]:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     experts |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1}
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
@@ -72,7 +67,7 @@ def _mistral4(spec: Any) -> dict[str, Any]:
     """Queries are scaled from the 16th position on."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
     rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
-    return _deepseek(spec) | {"head_dim": 12, "rope_parameters": rope}
+    return deepseek(spec) | {"head_dim": 12, "rope_parameters": rope}
 
 
 def gemma3n_text(spec: Any) -> dict[str, Any]:
@@ -87,14 +82,14 @@ def gemma3n_text(spec: Any) -> dict[str, Any]:
 ROWS: tuple[Family, ...] = (
     Family("llama", _builder("Llama")),
     Family("qwen3", _builder("Qwen3", _switched_window), has_window=True),
-    Family("qwen3_moe", _builder("Qwen3Moe", _experts), traits="experts", dtypes=NO_DOUBLE),
+    Family("qwen3_moe", _builder("Qwen3Moe", _experts), traits="experts", **NO_DOUBLE),
     Family("mistral", _builder("Mistral", lambda spec: {"sliding_window": spec.window or None}), has_window=True),
     Family(
         "gemma2",
         _builder("Gemma2", alternating, attention="eager"),
         traits="mask per layer type; capped attention logits",
         has_window=True,
-        dtypes=NO_DOUBLE,
+        **NO_DOUBLE,
         attentions=("eager",),
     ),
     Family(
@@ -120,20 +115,20 @@ ROWS: tuple[Family, ...] = (
         _builder("GptOss", _gpt_oss, attention="eager"),
         traits="mask per layer type; attention sinks; experts",
         has_window=True,
-        dtypes=NO_DOUBLE,
+        **NO_DOUBLE,
         attentions=("eager",),
     ),
     Family(
         "deepseek_v3",
-        _builder("DeepseekV3", _deepseek),
+        _builder("DeepseekV3", deepseek),
         traits="multi-head latent attention: keys and values differ in size; experts",
-        dtypes=NO_DOUBLE,
+        **NO_DOUBLE,
     ),
     Family(
         "mistral4",
         _builder("Mistral4", _mistral4),
         traits="multi-head latent attention: keys and values differ in size; queries scaled by position; experts",
-        dtypes=NO_DOUBLE,
+        **NO_DOUBLE,
         min_transformers="5.24",
     ),
     Family("granite", _builder("Granite", lambda spec: {"residual_multiplier": 0.7, "logits_scaling": 2.0})),
