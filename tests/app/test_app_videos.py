@@ -31,6 +31,7 @@ from video_files import (
     write_empty_video,
     write_video,
 )
+from zoo.first import PINPOINTS
 
 import mmspec
 from mmspec.app.caption import executor
@@ -87,7 +88,7 @@ def moving() -> tuple[Any, Any]:
     tokenizer = tiny.build_tokenizer(spec)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
     tokenizer.padding_side = "left"
-    points, edge = [[2 * height, 2 * width] for height, width in tiny.PINPOINTS], {"height": 16, "width": 16}
+    points, edge = [[2 * height, 2 * width] for height, width in PINPOINTS], {"height": 16, "width": 16}
     images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=edge, image_grid_pinpoints=points)
     common: dict[str, Any] = {"patch_size": 4, "vision_feature_select_strategy": "default"}
     common |= {"chat_template": TEMPLATE, "num_additional_image_tokens": 1}

@@ -138,7 +138,7 @@ def _spec(rng: random.Random, family: str) -> tiny.ModelSpec:
         calm=rng.random() < 0.5,
         seed=rng.randrange(1000),
     )
-    return _restrict(spec, zoo.ROWS[family]) if family in zoo.ROWS else spec
+    return _restrict(spec, zoo.FAMILIES[family])
 
 
 def _restrict(spec: tiny.ModelSpec, family: zoo.Family) -> tiny.ModelSpec:
@@ -204,10 +204,6 @@ def _choose_with_rate(rng: random.Random, rate: float, choices: Sequence[str]) -
     return rng.choice(tuple(choices)) if rng.random() < rate else ""
 
 
-def _has_videos(family: str) -> bool:
-    return family in tiny.VIDEO_FAMILIES or (family in zoo.ROWS and zoo.ROWS[family].videos is not None)
-
-
 def draw_case(seed: int, family: str = "") -> Case:
     """The case of `seed`, with a model of `family` instead of the drawn one."""
     rng = random.Random(f"mmspec {seed}")
@@ -229,7 +225,7 @@ def draw_case(seed: int, family: str = "") -> Case:
         batch=rng.choice((1, 1, 2, 3, 4)),
         padding=rng.choice(("left", "left", "right", "none")),
         mask=rng.random() < 0.75,
-        videos=_has_videos(spec.family) and rng.random() < 0.35,
+        videos=zoo.FAMILIES[spec.family].videos is not None and rng.random() < 0.35,
         drafter=rng.choice(truthful if liar else BUILT_IN_DRAFTERS),
         deterministic=rng.random() < 0.6,
         nodes=rng.choice((1, 2, 3, 7, 16, 64)) if rng.random() < 0.4 else None,
@@ -715,7 +711,7 @@ def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -
     )
     if prompt.vocab_size != prepared.case.spec.vocab:
         yield f"vocab_size {prompt.vocab_size} instead of {prepared.case.spec.vocab}"
-    if (family := zoo.ROWS.get(prepared.case.spec.family)) is not None and family.images is None:
+    if zoo.FAMILIES[prepared.case.spec.family].images is None:
         placeholders = set()
     pads = set() if prepared.case.pad or special.pad in (prepared.eos_token_ids or ()) else {special.pad}
     if not placeholders | pads <= prompt.banned_ids:

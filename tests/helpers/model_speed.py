@@ -27,7 +27,7 @@ WARM_UP = 2
 def measure(family: str, tokens: int, repeats: int) -> tuple[float, str]:
     """(seconds of plain `generate` over those of ours, why transformers decoded alone or "")."""
     model = tiny.build_model(tiny.ModelSpec(family))
-    needs_image = family in zoo.ROWS and zoo.ROWS[family].needs_image
+    needs_image = zoo.FAMILIES[family].needs_image
     given = tiny.build_inputs(model, 1, 1, images=[int(needs_image)], padding="none")
     options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     spent: dict[bool, list[float]] = {False: [], True: []}

@@ -45,12 +45,6 @@ BEGIN_OTHERS, END_OTHERS = "<!-- table: python tests/helpers/model_table.py --ot
 ROUND_TYPES = ("float32", "bfloat16", "float16")
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEADS = {"MSD": "decoupled", "EAGLE": "coupled", "EAGLE-3": "eagle3", "FLASH": "flash"}
-TRAITS = {
-    "llava_onevision": "tiles with newline tokens",
-    "llava_next": "tiles with newline tokens",
-    "qwen2_5_vl": "M-RoPE",
-}
-"""Traits of the families that are not in `zoo`."""
 
 
 @dataclass
@@ -80,10 +74,8 @@ class Row:
 
 def media_of(family: str) -> list[str]:
     """What a prompt may contain."""
-    if family in zoo.ROWS:
-        row = zoo.ROWS[family]
-        return [name for name, builder in (("images", row.images), ("videos", row.videos)) if builder is not None]
-    return ["images", "videos"] if family in tiny.VIDEO_FAMILIES else ["images"]
+    row = zoo.FAMILIES[family]
+    return [name for name, builder in (("images", row.images), ("videos", row.videos)) if builder is not None]
 
 
 def working_heads(family: str) -> list[str]:
@@ -107,7 +99,7 @@ def working_heads(family: str) -> list[str]:
 
 def measure(family: str, cases: int, pool: Any) -> Row:
     """Everything about one model type."""
-    row = Row(family, zoo.ROWS[family].traits if family in zoo.ROWS else TRAITS.get(family, ""), media_of(family))
+    row = Row(family, zoo.FAMILIES[family].traits, media_of(family))
     try:
         adapter = find_adapter(tiny.build_model(tiny.ModelSpec(family)))
         row.grids = adapter.layout.has_grids

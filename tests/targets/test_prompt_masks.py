@@ -37,7 +37,7 @@ def _given_to_layers(model: Any, given: tiny.Inputs) -> list[tuple[int, Tensor |
 @pytest.mark.parametrize("family", [*MASKED, "llava", "qwen3_vl"])
 def test_what_the_layers_of_a_prompt_get(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that read the keys of others compute the last position alone, as without us."""
-    window = 6 if family in zoo.ROWS and zoo.ROWS[family].has_window else 0
+    window = 6 if zoo.FAMILIES[family].has_window else 0
     model = get_model(family, seed=3, layers=3, window=window)
     prompts = [
         tiny.build_inputs(model, 4, 2, images=[1, 2]),

@@ -438,11 +438,6 @@ CLIP_FAMILIES = [*tiny.VIDEO_FAMILIES, *(row for row in GRID_ROWS if has_grids_o
 CLIPS = pytest.mark.parametrize("family", CLIP_FAMILIES)
 
 
-def mixes_media(family: str) -> bool:
-    """Whether one call may have images and videos."""
-    return family not in zoo.ROWS or zoo.ROWS[family].mixes_media
-
-
 def frames_of(prompt: Prompt) -> dict[int, list[Any]]:
     """{source: its frames} of a prompt."""
     found: dict[int, list[Any]] = {}
@@ -467,7 +462,7 @@ def test_segments_of_clips(family: str) -> None:
                 times = [segment.frame for segment in frames if segment.media_index == clip]
                 assert times == list(range(len(times))), "frames out of order"
             roles |= {segment.role for segment in prompt.grids}
-    assert roles >= ({"base", "frame"} if mixes_media(family) else {"frame"})
+    assert roles >= ({"base", "frame"} if zoo.FAMILIES[family].mixes_media else {"frame"})
 
 
 @CLIPS

@@ -7,6 +7,7 @@ from importlib import import_module
 from packaging.version import Version
 from transformers import __version__ as transformers_version
 
+from zoo import first
 from zoo.base import Family
 
 MODULES = ("mrope", "mrope_others", "recurrent", "llava_like", "other_vlms", "gemma_like", "text_only", "counted")
@@ -29,3 +30,6 @@ ROWS = {
     if Version(row.min_transformers) <= Version(transformers_version) and transformers_version not in row.broken_in
 }
 """Those that the installed transformers has."""
+FIRST = {row.model_type: row for row in first.ROWS}
+"""Those among which random calls choose, in no other table."""
+FAMILIES = FIRST | ROWS
