@@ -31,6 +31,7 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import MAX_LENGTH
+from mmspec.targets.state_log import computed_in_c, updating_functions
 
 SMALLEST_REPLACED = 1 << 16
 """Weights of a linear layer from which its forward is replaced. To choose a kernel takes longer than smaller ones."""
@@ -110,6 +111,15 @@ def use_prompt_linear_kernels(plan: CallPlan) -> AbstractContextManager[None]:
         return nullcontext()
     layers = _large(plan.modules.prompt_linear_layers, plan.config)
     return use_fast_linears(plan.autotuner, layers, plan.config.deterministic)
+
+
+def use_recurrent_kernels(plan: CallPlan) -> AbstractContextManager[None]:
+    """For the prompt's forward: what C knows of what recurrent layers compute between their projections runs there."""
+    if not plan.config.may_use_c or plan.unknown_code is not None or _reason_against_c(plan) is not None:
+        return nullcontext()
+    functions = updating_functions(plan.modules.kinds)
+    kernel = load_kernel() if functions and plan.autotuner.allow_c else None
+    return nullcontext() if kernel is None else computed_in_c(kernel, functions)
 
 
 def _large(layers: Iterable[nn.Linear], config: SpecConfig) -> list[nn.Linear]:

@@ -90,6 +90,9 @@ class CKernel:
         self._advance = library.few_rows_advance
         self._advance.argtypes = [pointer, size, size, pointer, size, pointer, pointer]
         self._advance.restype = None
+        self._delta_prompt, self._conv_prompt = library.few_rows_delta_prompt, library.few_rows_conv_prompt
+        for function in (self._delta_prompt, self._conv_prompt):
+            function.argtypes, function.restype = [pointer, size, pointer], None
         for function in (self._decode_scratch, self._draft_scratch):
             function.argtypes, function.restype = [pointer, size], size
 
@@ -168,6 +171,14 @@ class CKernel:
         """Write the states of a layer (mixers.h) behind the first `counts[b]` nodes of each row's path to `out`."""
         steps, numbers = path.contiguous(), counts.contiguous()
         self._advance(layer, len(numbers), nodes, steps.data_ptr(), steps.shape[1], numbers.data_ptr(), out.data_ptr())
+
+    def delta_prompt(self, prompt: ctypes.Structure) -> None:
+        """Compute the gated delta rule of `mmspec.cpu.mixers`, which checks its arguments."""
+        self._delta_prompt(ctypes.addressof(prompt), torch.get_num_threads(), self._parallel)
+
+    def conv_prompt(self, prompt: ctypes.Structure) -> None:
+        """The same for its convolution."""
+        self._conv_prompt(ctypes.addressof(prompt), torch.get_num_threads(), self._parallel)
 
     def chain(self, chain: int, num_threads: int) -> int:
         """Draft the chains of `mmspec.cpu.chain`; the number of forwards, 0 in the cases of `decode`."""

@@ -244,6 +244,7 @@ static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
 #include "pairs.h"
 #endif
 #include "decoder.h"
+#include "mixer_prompts.h"
 #include "next_tokens.h"
 #include "draft.h"
 #include "dspark.h"
@@ -366,6 +367,21 @@ EXPORT int few_rows_decode(const decoder *d, int64_t num_threads, parallel_fn pa
 EXPORT void few_rows_advance(const decoder_layer *l, int64_t batch, int64_t nodes, const int64_t *path, int64_t steps,
                              const int64_t *counts, float *to) {
   NAME(advance)(l, batch, nodes, path, steps, counts, to);
+}
+
+/* A gated delta rule over prompts (mixer_prompts.h). */
+EXPORT void few_rows_delta_prompt(const delta_prompt *p, int64_t num_threads, parallel_fn parallel) {
+  const int64_t heads = p->batch * p->num_value_heads, columns = ceil_div(p->value_size, 2 * LANES);
+  delta_work w = {.p = p, .columns = heads < 2 * num_threads ? 1 : columns};
+  const int64_t products = heads * p->tokens * p->key_size * p->value_size;
+  run_threads(NAME(read_prompts), &w, min64(num_threads, 1 + products / THREAD_PRODUCTS), parallel);
+}
+
+/* A convolution over prompts. */
+EXPORT void few_rows_conv_prompt(const conv_prompt *p, int64_t num_threads, parallel_fn parallel) {
+  conv_work w = {.p = p};
+  const int64_t products = p->batch * p->tokens * p->channels * p->conv_size;
+  run_threads(NAME(convolve_prompts), &w, min64(num_threads, 1 + products / THREAD_PRODUCTS), parallel);
 }
 
 /* Floats of `draft.d.scratch` that the following functions need for this head and number of threads. */

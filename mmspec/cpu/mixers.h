@@ -49,17 +49,16 @@ INLINE void NAME(convolve)(const decoding *s, const decoder_layer *l, int64_t b,
     narrow(window, type, K + N, (char *)l->conv_window + (cached * C + c) * (K + N) * bytes);
     for (int64_t n = 0; n < N; n++) {
       float sum = l->conv_bias ? l->conv_bias[c] : 0;
-      for (int64_t k = 0; k < K; k++) sum += taps[k] * window[read[n * K + k]];
+      for (int64_t k = 0; k < K; k++) sum = fmaf(taps[k], window[read[n * K + k]], sum); /* as `convolve_prompts` */
       out[n * step + c] = round1(sum, type);
     }
   }
 }
 
-/* A block of the state of value head h of a row in the caches: columns from `first` on, at most 2 LANES of them, as
+/* A block of the state `from` [key_size, V] of a value head: columns from `first` on, at most 2 LANES of them, as
    [key_size, 2, LANES]. */
-INLINE void NAME(load_block)(const decoder_layer *l, int64_t cached, int64_t h, int64_t first, float *block) {
-  const int64_t D = l->key_size, V = l->value_size;
-  const float *from = l->state + (cached * l->num_value_heads + h) * D * V + first;
+INLINE void NAME(load_block)(const float *from, int64_t D, int64_t V, int64_t first, float *block) {
+  from += first;
   for (int64_t i = 0; i < D; i++, from += V)
     for (int64_t j = 0; j < 2; j++) {
       const int64_t n = V - first - j * LANES;
@@ -67,12 +66,43 @@ INLINE void NAME(load_block)(const decoder_layer *l, int64_t cached, int64_t h, 
     }
 }
 
-INLINE void NAME(store_block)(const decoder_layer *l, int64_t cached, int64_t h, int64_t first, const float *block, float *to) {
-  const int64_t D = l->key_size, V = l->value_size;
-  to += (cached * l->num_value_heads + h) * D * V + first;
+INLINE void NAME(store_block)(const float *block, int64_t D, int64_t V, int64_t first, float *to) {
+  to += first;
   for (int64_t i = 0; i < D; i++, to += V)
     for (int64_t j = 0; j < 2 && first + j * LANES < V; j++)
       NAME(store_some)(to + j * LANES, LOAD(block + (2 * i + j) * LANES), V - first - j * LANES);
+}
+
+/* A query and a key of one head as a state is read, [2, D]: divided by their lengths, the query by sqrt(D) besides. */
+INLINE void NAME(normalise_pair)(const float *q, const float *k, int64_t D, float *pair) {
+  VEC squares[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
+  float sums[4];
+  for (int64_t i = 0; i < D; i += LANES) {
+    const VEC a = NAME(load_some)(q + i, D - i), b = NAME(load_some)(k + i, D - i);
+    squares[0] = FMA(a, a, squares[0]), squares[1] = FMA(b, b, squares[1]);
+  }
+  _mm_storeu_ps(sums, NAME(sum4)(squares));
+  const VEC q_scale = SET1(1 / sqrtf(sums[0] + 1e-6f) / sqrtf((float)D)), k_scale = SET1(1 / sqrtf(sums[1] + 1e-6f));
+  for (int64_t i = 0; i < D; i += LANES) {
+    const VEC a = NAME(load_some)(q + i, D - i) * q_scale, b = NAME(load_some)(k + i, D - i) * k_scale;
+    NAME(store_some)(pair + i, a, D - i), NAME(store_some)(pair + D + i, b, D - i);
+  }
+}
+
+/* One pass over a block: what node `now` writes by its key, and reads by its query, unless `now` is NULL; then it decays, and
+   `next` finds what is there by its key, unless `next` is NULL. Both are of `normalise_pair`. */
+INLINE void NAME(pass)(float *block, int64_t D, const float *now, const VEC *write, VEC *read, const float *next, VEC decay,
+                       VEC *found) {
+  for (int64_t i = 0; i < D; i++) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      float *const at = block + (2 * i + j) * LANES;
+      VEC s = LOAD(at);
+      if (now) s = FMA(write[j], SET1(now[D + i]), s), read[j] = FMA(s, SET1(now[i]), read[j]);
+      if (next) s = s * decay, found[j] = FMA(s, SET1(next[D + i]), found[j]);
+      STORE(at, s);
+    }
+  }
 }
 
 /* Let a block of a state read logged node n. What the node reads there goes to `out`, rounded, unless it is NULL. */
@@ -82,27 +112,13 @@ INLINE void NAME(delta_rule)(const decoder_layer *l, int64_t n, int64_t h, int64
   const float *const q = l->mixed + n * l->channels + key_head * D, *const k = q + l->num_key_heads * D;
   const float *const v = l->mixed + n * l->channels + 2 * l->num_key_heads * D + h * V + first;
   const float *const rates = l->rates + 2 * n * H + h;
-  float q_sum = 1e-6f, k_sum = 1e-6f;
-  for (int64_t i = 0; i < D; i++) q_sum += q[i] * q[i], k_sum += k[i] * k[i];
-  const float q_scale = 1 / sqrtf(q_sum) / sqrtf((float)D), k_scale = 1 / sqrtf(k_sum);
-  const VEC decay = SET1(expf(rates[0]));
+  float pair[2 * MOST_KEYS];
   VEC found[2] = {ZERO(), ZERO()}, read[2] = {ZERO(), ZERO()};
-  for (int64_t i = 0; i < D; i++)
-    for (int j = 0; j < 2; j++) {
-      float *const at = block + (2 * i + j) * LANES;
-      const VEC s = LOAD(at) * decay;
-      STORE(at, s);
-      found[j] = FMA(s, SET1(k[i] * k_scale), found[j]);
-    }
+  NAME(normalise_pair)(q, k, D, pair);
+  NAME(pass)(block, D, NULL, NULL, NULL, pair, SET1(expf(rates[0])), found);
   found[0] = (NAME(load_some)(v, n0) - found[0]) * SET1(rates[H]);
   if (n1) found[1] = (NAME(load_some)(v + LANES, n1) - found[1]) * SET1(rates[H]);
-  for (int64_t i = 0; i < D; i++)
-    for (int j = 0; j < 2; j++) {
-      float *const at = block + (2 * i + j) * LANES;
-      const VEC s = FMA(found[j], SET1(k[i] * k_scale), LOAD(at));
-      STORE(at, s);
-      read[j] = FMA(s, SET1(q[i] * q_scale), read[j]);
-    }
+  NAME(pass)(block, D, pair, found, read, NULL, ZERO(), NULL);
   if (!out) return;
   NAME(store_some)(out, NAME(round)(read[0], type), n0);
   if (n1) NAME(store_some)(out + LANES, NAME(round)(read[1], type), n1);
@@ -112,13 +128,13 @@ INLINE void NAME(delta_rule)(const decoder_layer *l, int64_t n, int64_t h, int64
    `attended`, the block behind the last node to `next_state`. */
 INLINE void NAME(read_nodes)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h, int64_t first, float *own) {
   const decoder *d = s->d;
-  const int64_t N = d->nodes, V = l->value_size, width = l->num_value_heads * V, size = l->key_size * 2 * LANES;
-  const int64_t cached = cache_row(d, b);
+  const int64_t N = d->nodes, V = l->value_size, D = l->key_size, width = l->num_value_heads * V, size = D * 2 * LANES;
+  const int64_t cached = cache_row(d, b), state = (cached * l->num_value_heads + h) * D * V;
   int64_t parents[MAX_NODES], last_child[MAX_NODES], used = 1;
   float *blocks[MAX_NODES] = {own};
   find_parents(d, b, parents);
   for (int64_t n = 1; n < N; n++) last_child[parents[n]] = n;
-  NAME(load_block)(l, cached, h, first, own);
+  NAME(load_block)(l->state + state, D, V, first, own);
   for (int64_t n = 0; n < N; n++) {
     if (n && last_child[parents[n]] == n) {
       blocks[n] = blocks[parents[n]];
@@ -128,21 +144,21 @@ INLINE void NAME(read_nodes)(const decoding *s, const decoder_layer *l, int64_t 
     }
     NAME(delta_rule)(l, cached * N + n, h, first, blocks[n], s->attended + (b * N + n) * width + h * V + first, d->type);
   }
-  NAME(store_block)(l, cached, h, first, blocks[N - 1], l->next_state);
+  NAME(store_block)(blocks[N - 1], D, V, first, l->next_state + state);
 }
 
 /* The states of one layer behind the first counts[b] of the nodes of `path` [batch, steps], to `to`. */
 __attribute__((target(ISA))) static void NAME(advance)(const decoder_layer *l, int64_t batch, int64_t N, const int64_t *path,
                                                       int64_t steps, const int64_t *counts, float *to) {
-  const int64_t H = l->num_value_heads;
+  const int64_t H = l->num_value_heads, D = l->key_size, V = l->value_size;
   float block[MOST_KEYS * 2 * LANES] __attribute__((aligned(64)));
   for (int64_t i = 0; i < batch * H; i++)
-    for (int64_t first = 0; first < l->value_size; first += 2 * LANES) {
+    for (int64_t first = 0; first < V; first += 2 * LANES) {
       const int64_t b = i / H, h = i % H;
-      NAME(load_block)(l, b, h, first, block);
+      NAME(load_block)(l->state + i * D * V, D, V, first, block);
       for (int64_t n = 0; n < counts[b]; n++)
         NAME(delta_rule)(l, b * N + path[b * steps + n], h, first, block, NULL, FLOAT32);
-      NAME(store_block)(l, b, h, first, block, to);
+      NAME(store_block)(block, D, V, first, to + i * D * V);
     }
 }
 

@@ -258,8 +258,10 @@ def _last_found(kinds: tuple[Any, ...]) -> list[Any]:
 
 
 def _functions_at(places: Sequence[Place]) -> list[types.FunctionType | None]:
-    """What is at each place, if it is a function."""
+    """What is at each place, if it is a function. Of one that a call in another thread has replaced for a while (see
+    `mmspec.targets.state_log`), the original."""
     at = [names.get(name) if type(names) is dict else getattr(names, name, None) for names, name in places]
+    at = [getattr(one, "replaced_function", one) for one in at]
     return [one if isinstance(one, types.FunctionType) else None for one in at]
 
 

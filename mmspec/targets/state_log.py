@@ -10,8 +10,8 @@
 It reads no value on the host, so that it may be part of a recorded round (`mmspec.targets.lanes`).
 
 The caches of transformers show the inputs of a convolution, but of a recurrence the last state alone. So the functions
-that the layers call by name are replaced, in the Python module of the layer's class, by ones that log; while a forward
-runs, and with an effect in its thread only.
+that the layers call by name are replaced, in the Python module of the layer's class, by ones that log, or that compute
+in C (`computed_in_c`); while a forward runs, and with an effect in its thread only.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.decoder_types import NodeLog
 from mmspec.engine.undo import Replaced, VariableSet
+from mmspec.targets.c_functions import find_computation, in_c, may_be_computed
 
 STATE_NAMES = ("initial_state", "initial_states")
 """Arguments of a recurrence that returns its last state."""
@@ -110,8 +112,7 @@ class StateLog:
     @contextmanager
     def active(self, functions: Sequence[UpdatingFunction]) -> Iterator[None]:
         """Context for one forward of layers that call these functions, in this thread."""
-        names = ((one.namespace, one.name) for one in functions)
-        with Replaced(names, lambda index, function: _logging(functions[index], function)), VariableSet(_ACTIVE, self):
+        with _replaced(functions), VariableSet(_ACTIVE, self):
             yield
 
     def add_window(self, state: Tensor, window: Tensor) -> None:
@@ -206,6 +207,9 @@ class StateLog:
 _ACTIVE: ContextVar[StateLog | None] = ContextVar("mmspec_state_log", default=None)
 
 
+_KERNEL: ContextVar[CKernel | None] = ContextVar("mmspec_state_kernel", default=None)
+
+
 def active_log() -> StateLog | None:
     """The log of the forward that runs in this thread, or None."""
     return _ACTIVE.get()
@@ -214,9 +218,22 @@ def active_log() -> StateLog | None:
 # --- the functions that layers call -----------------------------------------------------------------------------------
 
 
+@contextmanager
+def computed_in_c(kernel: CKernel, functions: Sequence[UpdatingFunction]) -> Iterator[None]:
+    """Context for a forward without gradients, in this thread: those of these functions that C knows run there."""
+    known = [one for one in functions if find_computation(kernel, one.current)]
+    with _replaced(known), VariableSet(_KERNEL, kernel):
+        yield
+
+
+def _replaced(functions: Sequence[UpdatingFunction]) -> Replaced:
+    names = ((one.namespace, one.name) for one in functions)
+    return Replaced(names, lambda index, function: _standing_in(functions[index], function))
+
+
 @dataclass(frozen=True)
 class UpdatingFunction:
-    """A function that updates a state.
+    """A function that updates a state, or that C may compute.
 
     Attributes:
         namespace: names of the Python module whose layers call it.
@@ -235,9 +252,18 @@ class UpdatingFunction:
         """What distinguishes it from others."""
         return id(self.namespace), self.name
 
+    @property
+    def current(self) -> Callable[..., Any]:
+        """What stands there now but for calls in other threads."""
+        return _original(self.namespace[self.name])
+
+
+def _original(function: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(function, "replaced_function", function)
+
 
 def updating_functions(classes: Iterable[Any]) -> list[UpdatingFunction]:
-    """The functions that update a state and that the forwards of these classes of modules call by name."""
+    """The functions that update a state, or that C may compute, and that forwards of these classes call by name."""
     found = {}
     for kind in set(classes):
         parameters = dict(_parameters_of(kind))
@@ -260,25 +286,30 @@ def _parameters_of(kind: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
         if inspect.isroutine(function) and not inspect.isbuiltin(function):
             parameters = tuple(inspect.signature(function).parameters)
             has_gates = any(gates.keys() <= {*parameters} for gates in NEUTRAL_GATES)
-            if (has_gates and {*STATE_NAMES} & {*parameters}) or {*IN_PLACE_NAMES} & {*parameters}:
+            updates = (has_gates and {*STATE_NAMES} & {*parameters}) or {*IN_PLACE_NAMES} & {*parameters}
+            if updates or may_be_computed(parameters):
                 found.append((name, parameters))
     return tuple(found)
 
 
-def _logging(replaced: UpdatingFunction, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that does as the replaced one and logs its calls, in threads with an active log."""
+def _standing_in(replaced: UpdatingFunction, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does as the replaced one, and logs its calls if a log is active, or runs in C if a kernel is."""
     names = replaced.parameters
-    step = getattr(replaced.namespace[replaced.step_name], "logged_function", replaced.namespace[replaced.step_name])
+    step = _original(replaced.namespace[replaced.step_name])
+    is_recurrence = bool({*STATE_NAMES} & {*names})
     in_place = next((index for index, name in enumerate(names) if name in IN_PLACE_NAMES), None)
 
     @functools.wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        log = _ACTIVE.get()
-        if log is None:
+        log, kernel = _ACTIVE.get(), _KERNEL.get()
+        if log is None and kernel is None:
             return function(*args, **kwargs)
         values = dict(zip(names, args, strict=False)) | kwargs
-        if in_place is None:
+        if log is not None and is_recurrence:
             log.last_call = RecurrenceCall(function, step, names[: len(args)], values)
+        if kernel is not None and (found := in_c(kernel, function, values)) is not None:
+            return found
+        if log is None or in_place is None:
             return function(*args, **kwargs)
         state = values[names[in_place]]
         values[names[in_place]] = new = state.clone()
@@ -286,7 +317,7 @@ def _logging(replaced: UpdatingFunction, function: Callable[..., Any]) -> Callab
         positional = [values.pop(name) for name in names[: len(args)]]
         return function(*positional, **values)
 
-    run.__dict__["logged_function"] = function
+    run.__dict__["replaced_function"] = function
     return run
 
 

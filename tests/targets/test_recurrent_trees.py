@@ -167,7 +167,7 @@ BUGS = {
     "taps of the node before": ("read[parents[n] * K + k + 1]", "read[(n - 1) * K + k + 1]"),
     "a commit without its path": ("b * N + path[b * steps + n]", "b * N + n"),
     "a commit of another row's path": ("path[b * steps + n]", "path[n]"),
-    "states of another row": ("NAME(load_block)(l, cached, h, first, own);", "NAME(load_block)(l, 0, h, first, own);"),
+    "states of another row": ("NAME(load_block)(l->state + state, D,", "NAME(load_block)(l->state + h * D * V, D,"),
 }
 """{what is wrong: (text of mixers.h, replacement)}"""
 
