@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, REGIONS, generate_scene
 from research.scenes import grammar
 from research.scenes.build_model import (
@@ -25,6 +26,7 @@ from research.scenes.data import (
     ABOUT_ACTION,
     ABOUT_TOTAL,
     ChatDataset,
+    PatchDataset,
     choose_num_things,
     collate_chats,
     encode_turns,
@@ -48,7 +50,8 @@ pytestmark = pytest.mark.research
 def test_patch_labels_agree_with_the_scene() -> None:
     for seed in range(40):
         scene = generate_scene(seed)
-        _, patches = render_with_labels(scene)
+        drawn, patches = render_with_labels(scene)
+        assert drawn.tobytes() == render_scene(scene).tobytes()
         middle = PATCH_SIZE // 2
         for number, kind in enumerate(patches.kind.tolist()):
             x, y = number % GRID_SIZE * PATCH_SIZE + middle, number // GRID_SIZE * PATCH_SIZE + middle
@@ -252,3 +255,5 @@ def test_signs_are_more_frequent_in_training_than_in_the_world() -> None:
     assert signs > 40 * 0.4
     with pytest.raises(ValueError, match="training seeds end before"):
         ChatDataset(tokenizer, FIRST_HELD_OUT_SEED - 30_000_000, 10)
+    with pytest.raises(ValueError, match=str(FIRST_HELD_OUT_SEED)):
+        PatchDataset(FIRST_HELD_OUT_SEED - 1, 2)
