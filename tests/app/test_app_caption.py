@@ -106,7 +106,9 @@ def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> 
     paths = (*sorted(tmp_path.iterdir()), tmp_path / "gone.png", good)
     args = ("--model", "tiny", "--out", tmp_path / "o.jsonl", "--max-new-tokens", 4)
     assert caption(*paths, *args) == 1
-    kinds = {Path(row["file_name"]).name: (row["error"] or {}).get("type") for row in rows_of(tmp_path / "o.jsonl")}
+    found = rows_of(tmp_path / "o.jsonl")
+    kinds = {Path(row["file_name"]).name: (row["error"] or {}).get("type") for row in found}
+    assert all(row["caption"] is None and row["finish_reason"] == "error" for row in found if row["error"])
     assert kinds == {
         "cmyk.jpg": None,
         "empty.png": "Empty",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import io
 import json
 import sys
 import tarfile
-import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from input_table import line
 from PIL import Image
+from test_app_web import failure as failure_of_fetch
+from test_app_web import send, serve
 
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
@@ -25,6 +23,8 @@ from mmspec.app.io import content, tar_members, web
 from mmspec.app.io.inputs import Inputs, expand_braces
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.vision.images import ImageError
+
+__all__ = ["serve"]
 
 
 def picture(width: int = 40) -> bytes:
@@ -211,39 +211,16 @@ def test_datasets_folders(tmp_path: Path) -> None:
         found = read(tmp_path / folder, prompt_column="q", split=split)
         assert [content_of(item) for item in found] == [cell["bytes"] for cell in rows["image"]]
         assert [item.prompt for item in found] == ["a", "b", "c"]
-    with pytest.raises(UsageError, match="no split 'train'"):
-        read(tmp_path / "two")
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    (tmp_path / "www").mkdir()
-    (tmp_path / "www" / "a.png").write_bytes(picture())
-    handler = functools.partial(_Quiet, directory=str(tmp_path / "www"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_address[1]}"
-        running.shutdown()
+def test_addresses(serve: Any) -> None:
+    def answer(handler: Any) -> None:
+        if handler.path == "/redirect":
+            send(handler, code=302, Location="file:///etc/hosts")
+        else:
+            send(handler, picture(), 200 if handler.path == "/a.png" else 404)
 
-
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        if self.path != "/redirect":
-            return super().do_GET()
-        self.send_response(302)
-        self.send_header("Location", "file:///etc/hosts")
-        self.end_headers()
-        return None
-
-
-def test_addresses(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(web.urllib.request, "getproxies", dict)
-    monkeypatch.setattr(web, "RETRY_WAITS_S", (0.0, 0.0))
+    server = serve(answer)
     assert web.fetch(f"{server}/a.png", 1 << 20, public_only=False) == picture()
     assert len(web.fetch(f"{server}/a.png", 10, public_only=False)) == 11, "no more than is needed to refuse it"
     for url, public, kind in (
@@ -253,9 +230,7 @@ def test_addresses(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///etc/hosts", False, "AddressNotAllowed"),
         ("http://127.0.0.1:9/x", False, "HttpError"),
     ):
-        with pytest.raises(ImageError) as failed:
-            web.fetch(url, 1 << 20, public_only=public)
-        assert failed.value.kind == kind, url
+        assert failure_of_fetch(url, public_only=public) == kind, url
 
 
 def test_addresses_that_fsspec_opens(tmp_path: Path) -> None:

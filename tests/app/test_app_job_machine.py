@@ -39,14 +39,22 @@ def test_leftover_ranks(form: str, folder: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "environ", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "4", "RANK": ""}, {"RANK": "1"}, {"RANK": "x" * 400}]
+    "environ",
+    [
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "4", "RANK": ""},
+        {"RANK": "1"},
+        {"RANK": "x" * 400},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+    ],
 )
-def test_half_of_the_ranks(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="unset them") as error:
+def test_ranks_of_the_environment(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"RANK.*unset them|unset them.*RANK") as error:
         ProcessInfo.from_env(environ)
     assert len(str(error.value)) <= 300
     for alone in ({"WORLD_SIZE": "1"}, {"WORLD_SIZE": "", "RANK": "", "LOCAL_RANK": ""}, {"RANK": "0"}):
-        assert ProcessInfo.from_env(alone) == ProcessInfo()
+        assert ProcessInfo.from_env(alone) == ProcessInfo() == ProcessInfo.from_env({})
+    assert ProcessInfo.from_env({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == ProcessInfo(2, 4, 1)
 
 
 def read_as(name: str) -> Callable[[list[Any]], Any]:

@@ -131,7 +131,10 @@ def test_paths_as_other_programs_write_them(here: Path) -> None:
     assert {name for name, _ in listed(here, "l.jsonl", "\n".join(rows))} == set(expected)
     (here / r"odd\name.png").write_bytes(picture())
     assert listed(here, "l.txt", r"odd\name.png") == [(r"odd\name.png", None)], "a name that is there is what it says"
-    for name in (r"..\..\etc\passwd", "file:///etc/passwd", '"/etc/passwd"', "file://server/share/a.png"):
+    (here / "link.png").symlink_to("/etc/hosts")
+    (here / "out").symlink_to("/etc")
+    outside = [r"..\..\etc\passwd", "file:///etc/passwd", '"/etc/passwd"', "file://server/share/a.png"]
+    for name in (*outside, "../secret.png", "sub/../../secret.png", "link.png", "out/hosts"):
         with pytest.raises(UsageError, match="leads out of"):
             listed(here, "l.txt", name)
     pa, pq = pytest.importorskip("pyarrow", reason="optional: mmspec[data]"), pytest.importorskip("pyarrow.parquet")
@@ -214,10 +217,21 @@ JUNK = "A" * 900_000
     [
         (json.dumps({"image": JUNK}), "line 1 names no file"),
         (json.dumps({"image": "a.png", "prompt": [JUNK]}), "line 1: 'prompt' is text"),
+        (json.dumps({"image": "a.png", "prompt": 3}), "line 1: 'prompt' is text"),
         (json.dumps({"image": "a.png", "id": {"x": JUNK}}), "line 1: 'id' is text"),
+        (json.dumps({"image": "a.png", "id": [1]}), "line 1: 'id' is text"),
         (json.dumps({JUNK: 1}), "line 1 names no file"),
         ('{"file_name": "a.png"}\n' + json.dumps([JUNK]), "line 2 is not a JSON object"),
+        ('{"file_name": "a.png"}\n{"file_name": ', "line 2 is not JSON"),
+        ("[" * 100_000, "nested too deeply|is not JSON"),
+        ("\x00\ud800", "not UTF-8"),
+        ('{"file_name": 3}', "line 1 names no file"),
+        ('{"file_name": "' + "a" * 300 + '.png"}', "line 1 names no file"),
+        ('{"file_name": "\\ud800.png"}', "line 1 names no file"),
+        ('{"file_name": "a\\nb.png"}', "line 1 names no file"),
         ('{"image": "a.png", "id": 1}\n{"image": "sub/b.png", "id": 1}', "two rows have the id '1' (l.jsonl line 2)"),
+        ('{"image": "a.png"}\n{"image": "a.png", "prompt": "x"}', "two rows have the id"),
+        ('{"image": "a.png"}\n{"image": "a.png", "prompt": "\\ud83d"}', "two rows have the id"),
         ('{"image": "gone.png"}', "no such file: gone.png (l.jsonl line 1)"),
     ],
 )
@@ -225,10 +239,12 @@ def test_messages_name_the_list_and_the_line(
     here: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     monkeypatch.chdir(here)
-    Path("l.jsonl").write_text(text)
+    Path("l.jsonl").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(UsageError) as failed:
         read("l.jsonl")
-    assert len(str(failed.value)) <= 300 and "l.jsonl line" in str(failed.value) and message in str(failed.value)
+    said = str(failed.value)
+    assert len(said) <= 300 and said.isprintable() and any(part in said for part in message.split("|"))
+    assert "l.jsonl line" in said or "list l.jsonl" in said
 
 
 def test_an_error_row_names_the_list_and_the_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

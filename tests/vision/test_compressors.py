@@ -168,6 +168,14 @@ GRIDS = {
     "inconsistent": ([VisualGrid(0, 0, 2, 3, 0), VisualGrid(1, 0, 2, 2, 1)], [5, 5]),
     "tiny": ([VisualGrid(0, 0, 1, 1, 0)], [1]),
     "none": ([], [0, 0]),
+    "ragged": (
+        [
+            VisualGrid(0, 0, 14, 14, 0),
+            *(VisualGrid(1, 196 * t, 14, 14, 4, role="frame", frame=t) for t in range(8)),
+            *(VisualGrid(2, 0, 12, 12, 1), VisualGrid(2, 144, 9, 16, 2)),
+        ],
+        [196, 1568, 288, 0],
+    ),
 }
 
 
@@ -239,8 +247,12 @@ def check_merging(grid: str, kind: str, max_tokens: int) -> None:
         row_grids = row_grids if sum(entry.num_tokens for entry in row_grids) == count else []
         window = slow_window(row_grids, count, max_tokens)
         members = grouped(members_of(row_grids, count, window), max_tokens)
-        assert int(compressed.mask[row].sum()) == len(members) <= max_tokens
+        slots = range(compressed.mask.shape[1])
+        assert compressed.mask[row].tolist() == [slot < len(members) for slot in slots] and len(members) <= max_tokens
         assert sorted(chain(*members)) == list(range(count))
+        if compressed.source_indices is not None:
+            sources = compressed.source_indices[row, : len(members)].tolist()
+            assert kind == "pool" and sources == [cell[0] if len(cell) == 1 else -1 for cell in members]
         for slot, cell in enumerate(members):
             weights = torch.ones(len(cell), 8)
             if kind == "conv":
@@ -255,7 +267,7 @@ def check_merging(grid: str, kind: str, max_tokens: int) -> None:
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("kind", ["pool", "conv"])
 def test_merging_equals_the_reference(grid: str, kind: str) -> None:
-    for max_tokens in (1, 2, 3, 4, 6, 8, 100):
+    for max_tokens in (1, 2, 3, 4, 6, 8, 16, 49, 72, 100, 500):
         check_merging(grid, kind, max_tokens)
 
 
@@ -292,36 +304,6 @@ def test_choose_window_is_the_smallest_that_fits() -> None:
     assert len(clip) == 1 and clip[0].num_cells(choose_window(clip, 200)) <= 200
     assert choose_window(clip, 1568) == Window(1, 1, 1) and choose_window(clip, 1) == Window(14, 14, 14)
     assert choose_window(clip, 784) == Window(2, 1, 1) and choose_window(clip, 783) == Window(2, 1, 2)
-
-
-RAGGED = (
-    [VisualGrid(0, 0, 14, 14, 0)],
-    [VisualGrid(0, 196 * t, 14, 14, 4, role="frame", frame=t) for t in range(8)],
-    [VisualGrid(0, 0, 12, 12, 1), VisualGrid(0, 144, 9, 16, 2)],
-    [],
-)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 4, 16, 49, 72, 500])
-@pytest.mark.parametrize("kind", ["pool", "conv"])
-def test_a_row_is_independent_of_the_other_rows(kind: str, max_tokens: int) -> None:
-    counts = [sum(grid.num_tokens for grid in row) for row in RAGGED]
-    grids = tuple(replace(grid, row=row) for row, row_grids in enumerate(RAGGED) for grid in row_grids)
-    visual, compressor = replace(tokens_of(counts), grids=grids), merging(kind, max_tokens)
-    compressed = compressor.compress(visual, None, max_tokens)
-    for row, (count, row_grids) in enumerate(zip(counts, RAGGED, strict=True)):
-        parts = (part[row : row + 1, :count] for part in (visual.inputs_embeds, visual.hidden_states, visual.mask))
-        alone = compressor.compress(
-            VisualTokens(*parts, visual.position_ids[row : row + 1, :count], tuple(row_grids)), None, max_tokens
-        )
-        num_kept = int(compressed.mask[row].sum())
-        assert alone.mask.tolist() == [[True] * num_kept] and not compressed.mask[row, num_kept:].any()
-        for name in ("inputs_embeds", "hidden_states"):
-            assert torch.allclose(getattr(compressed, name)[row, :num_kept], getattr(alone, name)[0], atol=1e-6)
-        assert torch.equal(compressed.position_ids[row, :num_kept], alone.position_ids[0])
-        if kind == "pool":
-            assert compressed.source_indices is not None and alone.source_indices is not None
-            assert torch.equal(compressed.source_indices[row, :num_kept], alone.source_indices[0])
 
 
 @pytest.mark.parametrize("counts", [[6, 6], [7, 2, 0], [1], [0]])
@@ -501,18 +483,21 @@ def drafts(
     return [scores_by_path(tree, row) for row in range(2)]
 
 
-@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
-def test_identity_gives_the_same_draft_as_no_compressor(world: FakeTarget, visual_mode: str) -> None:
-    for actual, expected in zip(
-        drafts(world, visual_mode, build_compressor("identity")), drafts(world, visual_mode, None), strict=True
-    ):
-        assert actual == pytest.approx(expected, rel=1e-3)
-
-
-def test_drop_equals_the_text_only_mode(world: FakeTarget) -> None:
-    for actual, expected in zip(
-        drafts(world, "coupled", build_compressor("drop")), drafts(world, "text_only", None), strict=True
-    ):
+@pytest.mark.parametrize(
+    ("visual_mode", "own", "of_the_call", "same_as"),
+    [
+        *((mode, "identity", None, mode) for mode in VISUAL_MODES),
+        ("coupled", "drop", None, "text_only"),
+        ("coupled", "identity", "drop", "text_only"),
+    ],
+)
+def test_drafts_are_those_without_a_compressor(
+    world: FakeTarget, visual_mode: str, own: str, of_the_call: str | None, same_as: str
+) -> None:
+    """Of the same mode where all tokens are kept, of the text where none is; that of the call has precedence."""
+    chosen = {} if of_the_call is None else {"compressor": build_compressor(of_the_call)}
+    found = drafts(world, visual_mode, build_compressor(own), **chosen)
+    for actual, expected in zip(found, drafts(world, same_as, None), strict=True):
         assert actual == pytest.approx(expected, rel=1e-3)
 
 
@@ -573,12 +558,6 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
         rows = [drafter.head.fc(torch.cat([next_embeds[index], states[0, index]])) for index in indices]
         out = reference_forward(drafter.head, torch.stack(rows), torch.tensor(indices))[-1]
     assert torch.allclose(state.last_hidden[0], out, atol=1e-4)
-
-
-def test_the_compressor_of_the_call_overrides_the_drafters(world: FakeTarget) -> None:
-    chosen = drafts(world, "coupled", build_compressor("identity"), compressor=build_compressor("drop"))
-    for actual, expected in zip(chosen, drafts(world, "text_only", None), strict=True):
-        assert actual == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_trained_compressor_moves_to_the_device_of_the_states(
@@ -709,23 +688,20 @@ def test_training_uses_the_same_grids_as_drafting(
     assert found == {0, 1}
 
 
+def trainer(folder: Path, world: FakeTarget, model: DraftModel, plan: TrainConfig) -> Trainer:
+    """Trains on the same batch in each step."""
+    shared = world.shared_embeddings
+    for part in (shared.embed_tokens, shared.lm_head):
+        part.requires_grad_(False)
+    placeholder = shared.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
+    return Trainer(folder, {"one": model}, plan, shared, lambda step: build_train_batch(world), placeholder, {})
+
+
 def test_a_compressor_is_trained_saved_and_loaded(world: FakeTarget, tmp_path: Path) -> None:
     model = DraftModel(head(), "decoupled", compressor=latent(2, 32))
     before = model.compressor.queries.detach().clone()
-    for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
-        part.requires_grad_(False)
-    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    plan = TrainConfig(max_steps=4, batch_size=2)
-    run = Trainer(
-        tmp_path / "a",
-        {"one": model},
-        plan,
-        world.shared_embeddings,
-        lambda step: build_train_batch(world),
-        placeholder,
-        {},
-    )
-    assert run.run() and not torch.equal(model.compressor.queries, before)
+    assert trainer(tmp_path / "a", world, model, TrainConfig(max_steps=4, batch_size=2)).run()
+    assert not torch.equal(model.compressor.queries, before)
     config = {"name": "latent", "max_tokens": 2}
     metadata = HeadMetadata(HEAD_CONFIG, "decoupled", NUM_LAYERS, compressor=(config, model.compressor.state_dict()))
     save_head(tmp_path / "b", model.head, metadata, torch.float32)
@@ -744,27 +720,12 @@ def gated() -> Elastic:
 
 
 def test_a_resumed_run_trains_the_same_gate(world: FakeTarget, tmp_path: Path) -> None:
-    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
-        part.requires_grad_(False)
-
     def run(name: str, seconds: float) -> Elastic:
-        model, plan = (
-            DraftModel(head(), "decoupled", compressor=gated()),
-            TrainConfig(max_steps=8, batch_size=2, warmup_steps=1),
-        )
+        model = DraftModel(head(), "decoupled", compressor=gated())
+        plan = TrainConfig(max_steps=8, batch_size=2, warmup_steps=1)
         torch.seed()  # whatever else went on in the process
         before = torch.get_rng_state()
-        training = Trainer(
-            tmp_path / name,
-            {"one": model},
-            plan,
-            world.shared_embeddings,
-            lambda step: build_train_batch(world),
-            placeholder,
-            {},
-        )
-        if not training.run(seconds):
+        if not trainer(tmp_path / name, world, model, plan).run(seconds):
             return run(name, seconds)
         assert torch.equal(torch.get_rng_state(), before)
         gate: Elastic = model.compressor
