@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import adversarial as adversarial
+import assistants
 import fuzz as fuzz
 import own_heads as own
 import pytest
 import tiny_heads as heads
 import tiny_models as tiny
 import torch
-import transformers
 import zoo
 from kernels import needs_kernel
 from torch import Tensor
@@ -175,7 +175,7 @@ TABLE: dict[str, Row] = {
     **{f"mtp, {family}": Row("mtp", family, (7100,), probe="calls", changes={"nodes": 5}) for family in own.FAMILIES},
     **(
         {"assistant, gemma4": Row("assistant", "gemma4", range(7200, 7203), probe="calls", changes={"nodes": 5})}
-        if "gemma4" in zoo.ROWS and hasattr(transformers, "Gemma4AssistantConfig")
+        if "gemma4" in assistants.FAMILIES
         else {}
     ),
     **{f"{kind} in C": Row(f"head-{kind}", "", (8, 16), drafts="c", changes={"compiled": True}) for kind in C_HEADS},

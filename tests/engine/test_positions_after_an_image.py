@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import assistants
 import own_heads as own
 import pytest
 import tiny_models as tiny
-import transformers
 import zoo
 from fuzz import patch_model
 from parity import assert_parity, build_cached_model, generate_plain, get_model
@@ -17,10 +15,6 @@ from tiny_heads import build_drafter
 from torch import Tensor
 
 from mmspec.drafters.heads.base.drafter import HeadDrafter
-from mmspec.drafters.mtp.assistant import AssistantDrafter
-from mmspec.drafters.mtp.drafter import MTPDrafter
-from mmspec.targets.assistant import assistant_parts
-from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
 FAMILIES = sorted(name for name, row in zoo.ROWS.items() if row.images is not None)
@@ -42,11 +36,8 @@ def test_positions_after_an_image(family: str) -> None:
 def drafter_of(kind: str, model: Any, folder: Path) -> HeadDrafter:
     """A head with random weights."""
     method = kind.partition(" of ")[0]
-    if method == "mtp":
-        own.write_checkpoint(model, folder, own.head_tensors(model))
-        return MTPDrafter(read_own_head(find_adapter(model)), max_depth=3)
-    if method == "assistant":
-        return AssistantDrafter(assistant_parts(assistants.build_assistant(model), find_adapter(model)), max_depth=3)
+    if method in ("mtp", "assistant"):
+        return own.new_drafter(model, folder, echo=0.0, max_depth=3)
     return build_drafter({"msd": "decoupled"}.get(method, method), model.tiny_spec)
 
 
@@ -54,10 +45,8 @@ def drafter_of(kind: str, model: Any, folder: Path) -> HeadDrafter:
 def test_positions_after_an_image_in_heads(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head counts on from the model's positions: equally far from them in a row with an image and in one without."""
     family = kind.partition(" of ")[2]
-    if family not in {*zoo.ROWS, "llava"} or (
-        family == "gemma4" and not hasattr(transformers, "Gemma4AssistantConfig")
-    ):
-        pytest.skip("an older transformers")
+    if kind.startswith("assistant"):
+        own.needs_family(family)
     model = build_cached_model(tiny.ModelSpec(family, seed=3, layers=3))
     given = tiny.build_inputs(model, 5, 2, images=[2, 0], padding="none")
     seen, emitted, distances = list[list[int]](), [0, 0], set[int]()

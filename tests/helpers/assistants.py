@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import tiny_models as tiny
 import torch
 import transformers
+import zoo
 from torch import Tensor
 from transformers import PreTrainedModel
+
+FAMILIES = tuple(
+    family
+    for family, kind in (("gemma4", "Gemma4"), ("gemma4_unified", "Gemma4Unified"))
+    if family in zoo.ROWS and hasattr(transformers, f"{kind}AssistantConfig")
+)
+"""Those that this transformers has with assistants."""
+needs_assistants = pytest.mark.skipif("gemma4" not in FAMILIES, reason="an older transformers")
 
 
 def build_assistant(target: PreTrainedModel, seed: int = 0, centroids: bool = True, hidden: int = 16) -> Any:

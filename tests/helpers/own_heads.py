@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import assistants
+import pytest
 import tiny_models as tiny
 import torch
 import zoo
@@ -20,7 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import mmspec
+from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
+from mmspec.drafters.mtp.own import OwnDrafter
+from mmspec.engine.tree import DraftTree
+from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
@@ -115,6 +122,42 @@ def write_checkpoint(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     model.config._name_or_path = str(folder)
     return model
+
+
+def new_drafter(model: PreTrainedModel, folder: Path, echo: float = 2.0, **options: Any) -> OwnDrafter:
+    """What comes with a target and drafts for it: a head that is written into its checkpoint, or an assistant.
+
+    `centroids`, an option of assistants, is False where the ids are given.
+    """
+    adapter, family = find_adapter(model), model.config.model_type
+    if family.startswith("gemma4"):
+        centroids = options.pop("centroids", "draft_ids" not in options)
+        assistant = assistants.build_assistant(model, centroids=centroids).to(model.dtype)
+        return AssistantDrafter(assistant_parts(assistant, adapter), **options)
+    write_checkpoint(model, folder, head_tensors(model, echo=echo))
+    return MTPDrafter(read_own_head(adapter), **options)
+
+
+def needs_family(family: str) -> None:
+    """Skip where this transformers does not have what drafts for the family."""
+    if family not in (*FAMILIES, *assistants.FAMILIES):
+        pytest.skip("an older transformers")
+
+
+def trees_of(model: PreTrainedModel, drafter: Any, given: tiny.Inputs, num_tokens: int = 20) -> list[DraftTree]:
+    """The trees of a call, whose text is the target's."""
+    options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": None}
+    plain, trees = model.generate(**given, **options), list[DraftTree]()
+    with pytest.MonkeyPatch.context() as patch:
+        draft_tree = drafter.draft_tree
+        patch.setattr(drafter, "draft_tree", lambda *args: trees.append(draft_tree(*args)) or trees[-1])
+        mmspec.patch(model, drafter, tree_size=6)
+        try:
+            assert torch.equal(model.generate(**given, **options), plain)
+            assert not mmspec.stats(model).fallback_reason
+        finally:
+            mmspec.unpatch(model)
+    return trees
 
 
 def build_drafter(spec: tiny.ModelSpec, seed: int) -> MTPDrafter:

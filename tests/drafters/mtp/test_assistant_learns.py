@@ -16,8 +16,6 @@ import learned
 import pytest
 import tiny_models as tiny
 import torch
-import transformers
-import zoo
 from learned import DEPTH, LENGTH, VOCAB
 from torch import Tensor
 from torch.nn import functional
@@ -147,9 +145,7 @@ def table() -> dict[str, tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # minutes of training
-@pytest.mark.skipif(
-    "gemma4" not in zoo.ROWS or not hasattr(transformers, "Gemma4AssistantConfig"), reason="an older transformers"
-)
+@assistants.needs_assistants
 def test_the_assistant_learns_and_each_wrong_switch_costs() -> None:
     found = table()
     first, length = found["right"]

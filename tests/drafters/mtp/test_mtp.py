@@ -1,12 +1,10 @@
-"""The head of the target's checkpoint (MTP): its drafts against formulas written out, and its files."""
+"""The head of the target's checkpoint (MTP): jobs, positions and its files. Its drafts: `test_own_drafters`."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,19 @@ import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
-from fuzz import patch_model
-from parity import GREEDY, MODES, assert_parity, build_cached_model
+from parity import build_cached_model
 from safetensors.torch import save_file
 from tiny_processor import TinyProcessor
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
-from watched_nodes import WatchedNodes, watch_nodes
 
-import mmspec
 from mmspec.app.cli.main import main
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters import registry
-from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
+from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.head import last_visible
-from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import OwnHeadError, Prompt
+from mmspec.interfaces import OwnHeadError
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
@@ -55,159 +49,6 @@ def read(model: PreTrainedModel, **options: Any) -> MTPDrafter:
     return MTPDrafter(read_own_head(find_adapter(model)), **options)
 
 
-@dataclass
-class Row:
-    """What a row's slow head reads: embeddings of the next tokens, states, positions of the rows."""
-
-    embeds: Tensor
-    hidden: Tensor
-    position_ids: Tensor
-
-
-@dataclass
-class Watched:
-    """A drafter whose rows and logits are compared with the slow head in every draft; half of its trees are right."""
-
-    drafter: MTPDrafter
-    slow: own.SlowHead
-    answers: list[list[int]]
-    nodes: WatchedNodes
-    rows: list[Row] = field(default_factory=list)
-    emitted: list[int] = field(default_factory=list)
-    rounds: int = 0
-    accepted: set[int] = field(default_factory=set)
-
-    def begin(self, prompt: Prompt) -> None:
-        model, family = self.slow.model, self.slow.model.config.model_type
-        embed, merged, last = model.get_input_embeddings(), prompt.hidden_states[0], max(prompt.hidden_states)
-        if self.drafter.visual_mode == "placeholder":
-            merged = torch.where(prompt.visual_mask[..., None], embed(prompt.input_ids), merged)
-        for row, mask in enumerate(prompt.attention_mask):
-            own_embeds, axes = merged[row][mask][1:].clone(), prompt.position_ids[..., row, :]
-            positions = axes[-3:][:, mask] if axes.dim() == 2 and len(axes) >= 3 else torch.arange(int(mask.sum()))
-            if family == "glm_ocr":
-                own_embeds[0] = 0
-            self.rows.append(Row(own_embeds, prompt.hidden_states[last][row][mask], positions))
-        self.emitted = [0] * len(self.rows)
-
-    def observe(self, result: Any, hidden_states: Mapping[int, Tensor]) -> None:
-        embed = self.slow.model.get_input_embeddings()
-        for row, (ids, nodes) in enumerate(zip(result.emitted_ids, result.accepted_nodes, strict=True)):
-            if not ids:
-                continue
-            one = self.rows[row]
-            one.embeds = torch.cat((one.embeds, embed(torch.tensor(ids))))
-            if hidden_states:
-                self.accepted.add(len(ids) - 1)
-                one.hidden = torch.cat((one.hidden, hidden_states[max(hidden_states)][row][nodes]))
-                steps = torch.arange(1, len(ids) + 1)
-                last = one.position_ids[..., -1:].amax() if self.emitted[row] == 1 else one.position_ids[..., -1:]
-                one.position_ids = torch.cat(
-                    (one.position_ids, last + steps.expand(*one.position_ids.shape[:-1], -1)), -1
-                )
-            self.emitted[row] += len(ids)
-
-    def check(self) -> None:
-        """The logits behind the last row of each sequence; now and then those of every node that was expanded."""
-        self.rounds += 1
-        assert self.nodes.levels, "drafted elsewhere"
-        for logits, paths in self.nodes.levels if self.rounds % 9 == 1 else self.nodes.levels[:1]:
-            for row, node_logits in enumerate(logits):
-                for node, path in enumerate(paths[row]):
-                    one = self.rows[row]
-                    expected = self.slow.chain(one.embeds, one.hidden, one.position_ids, path)[-1]
-                    found = node_logits[node]
-                    is_draftable = found.isfinite()
-                    torch.testing.assert_close(found[is_draftable], expected[is_draftable], **TOLERANCE)
-
-    def mend(self, tree: DraftTree) -> DraftTree:
-        """A chain of which the first tokens are right, and then one is wrong."""
-        right = self.rounds % 4
-        for row, done in enumerate(self.emitted):
-            for depth in range(1, tree.num_nodes):
-                tokens = self.answers[row]
-                is_right = depth <= right and done + depth - 1 < len(tokens)
-                tree.tokens[row, depth] = tokens[done + depth - 1] if is_right else 8
-        tree.parents = torch.arange(-1, tree.num_nodes - 1).expand(len(self.emitted), -1).clone()
-        tree.node_mask = torch.ones_like(tree.parents, dtype=torch.bool)
-        return tree
-
-
-@contextmanager
-def watched(
-    model: PreTrainedModel, tensors: Mapping[str, Tensor], answers: list[list[int]], monkeypatch: Any, **options: Any
-) -> Iterator[Watched]:
-    """Context with the model patched with a watched drafter."""
-    drafter = read(model, max_depth=4)
-    for name, value in options.items():
-        setattr(drafter, name, value)
-    nodes = watch_nodes(monkeypatch, MTPExpander)
-    watch = Watched(drafter, own.SlowHead(model, tensors), answers, nodes)
-    begin, observe, draft_tree = drafter.begin, drafter.observe, drafter.draft_tree
-
-    def watched_begin(prompt: Prompt) -> Any:
-        state = begin(prompt)
-        watch.begin(prompt)
-        return state
-
-    def watched_observe(state: Any, result: Any, hidden_states: Any) -> None:
-        observe(state, result, hidden_states)
-        watch.observe(result, hidden_states)
-
-    def watched_draft(state: Any, max_nodes: int, num_levels: int) -> DraftTree:
-        nodes.restart(len(watch.rows))
-        tree = draft_tree(state, max_nodes, num_levels)
-        watch.check()
-        return watch.mend(tree)
-
-    for name, replaced in (("begin", watched_begin), ("observe", watched_observe), ("draft_tree", watched_draft)):
-        monkeypatch.setattr(drafter, name, replaced)
-    with patch_model(model, drafter=drafter, tree_size=5, backend="torch"):
-        yield watch
-
-
-# --- the drafts -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("qwen3_5", {}),
-        ("qwen3_5", {"visual_mode": "placeholder"}),
-        ("qwen3_5_moe", {}),
-        ("glm_ocr", {"top_k": 2}),
-        ("glm_ocr", {"visual_mode": "coupled"}),
-        ("exaone4_5", {"top_k": 2}),
-    ],
-)
-def test_every_row_of_every_draft_is_that_of_the_formulas(
-    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over 24 rounds with rejections behind prompts with images, in ragged rows: a refill equals one pass."""
-    model = model_of(family, window=9 if family == "exaone4_5" else 0)
-    tensors = with_head(model, tmp_path)
-    given = tiny.build_inputs(model, 5, 2, images=[1, 0], padding="left")
-    kwargs: dict[str, Any] = {"max_new_tokens": 72, "do_sample": False, "eos_token_id": None}
-    plain = model.generate(**given, **kwargs)
-    answers = plain[:, given["input_ids"].shape[1] :].tolist()
-    with watched(model, tensors, answers, monkeypatch, **options) as watch:
-        assert torch.equal(model.generate(**given, **kwargs), plain)
-        assert not mmspec.stats(model).fallback_reason
-    assert watch.rounds >= 24 and {0, 1, 2} <= watch.accepted
-
-
-@pytest.mark.every(2)
-@FAMILY
-@MODES
-def test_the_output_is_the_targets(family: str, mode: dict[str, Any], tmp_path: Path) -> None:
-    model = model_of(family, calm=True)
-    with_head(model, tmp_path, own.head_tensors(model, echo=2.0))
-    given = tiny.build_inputs(model, 7, 3, padding="left")
-    stats = assert_parity(model, given, "mtp", patch_options={"tree_size": 6}, **{**mode, "max_new_tokens": 30})
-    assert stats.num_draft_tokens > 0 and not stats.fallback_reason and stats.drafter.startswith("mtp")
-
-
 def test_a_job_runs_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`mmspec caption` with a recurrent target and its head: the captions are those of single rows without drafts."""
     model = model_of(own.FAMILIES[0], calm=True)
@@ -228,30 +69,6 @@ def test_a_job_runs_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [row["caption"] for row in found[0]] == [row["caption"] for row in found[1]]
 
 
-@FAMILY
-def test_rows_of_a_batch_draft_as_alone(family: str, tmp_path: Path) -> None:
-    """The first trees of a ragged batch, and those of its text row alone."""
-    model = model_of(family)
-    with_head(model, tmp_path)
-    drafter = read(model)
-    given = tiny.build_inputs(model, 5, 3, images=[2, 0, 1], padding="left")
-    mask = given["attention_mask"][1].bool()
-    alone = {"input_ids": given["input_ids"][1:2, mask], "attention_mask": torch.ones(1, int(mask.sum())).long()}
-    trees = [first_tree(model, drafter, one) for one in (given, alone)]
-    assert torch.equal(trees[0].tokens[1], trees[1].tokens[0]) and torch.equal(trees[0].parents[1], trees[1].parents[0])
-
-
-def first_tree(model: PreTrainedModel, drafter: MTPDrafter, given: tiny.Inputs) -> DraftTree:
-    """The first tree that a drafter proposes in a call."""
-    trees: list[DraftTree] = []
-    with pytest.MonkeyPatch.context() as patch:
-        draft_tree = drafter.draft_tree
-        patch.setattr(drafter, "draft_tree", lambda *args: trees.append(draft_tree(*args)) or trees[-1])
-        with patch_model(model, drafter=drafter, tree_size=6):
-            model.generate(**given, **GREEDY)
-    return trees[0]
-
-
 def test_pictures_and_positions_reach_the_drafts(tmp_path: Path) -> None:
     """In text all visual modes and axes are one function; with images they are not."""
     model = model_of("glm_ocr")
@@ -262,7 +79,7 @@ def test_pictures_and_positions_reach_the_drafts(tmp_path: Path) -> None:
     scores: dict[str, list[Tensor]] = {}
     for mode in ("coupled", "placeholder"):
         drafter.fix_visual_mode(mode)
-        scores[mode] = [first_tree(model, drafter, given).scores for given in (text, image)]  # type: ignore[misc]
+        scores[mode] = [own.trees_of(model, drafter, given)[0].scores for given in (text, image)]  # type: ignore[misc]
     torch.testing.assert_close(scores["coupled"][0], scores["placeholder"][0])
     assert not torch.allclose(scores["coupled"][1], scores["placeholder"][1])
 
@@ -270,23 +87,6 @@ def test_pictures_and_positions_reach_the_drafts(tmp_path: Path) -> None:
 def test_the_window_counts_what_a_row_sees() -> None:
     mask = torch.tensor([[1, 1, 1, 0, 0, 1], [1, 0, 0, 0, 1, 1]], dtype=torch.bool)
     assert last_visible(mask, 2).int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 1, 1]]
-
-
-# --- acceptance -------------------------------------------------------------------------------------------------------
-
-
-def test_a_bad_head_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mmspec.drafters.mtp.own.MIN_DRAFTS", 12)
-    model = model_of("qwen3_5")
-    with_head(model, tmp_path)
-    given = tiny.build_inputs(model, 5, 1, images=[0], padding="none")
-    with patch_model(model, drafter="mtp", tree_size=3), caplog.at_level(logging.WARNING, "mmspec"):
-        for _ in range(2):
-            model.generate(**given, max_new_tokens=20, do_sample=False, eos_token_id=None)
-    warnings = [record.message for record in caplog.records if "first tokens accepted" in record.message]
-    assert len(warnings) == 1 and len(warnings[0]) <= 300 and warnings[0].startswith("mmspec: the MTP head has ")
 
 
 def test_a_copy_shares_the_weights_only(tmp_path: Path) -> None:

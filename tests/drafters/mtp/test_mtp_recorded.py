@@ -12,36 +12,17 @@ import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
-import transformers
-import zoo
 from fuzz import patch_model
 from parity import build_cached_model
 from recorded_rounds import drafts_only, recording
 from recorders import record_nothing, record_trace
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.drafters.mtp.assistant import AssistantDrafter
-from mmspec.drafters.mtp.drafter import MTPDrafter
-from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.graph import Recorder
-from mmspec.targets.assistant import assistant_parts
-from mmspec.targets.own_head import read_own_head
-from mmspec.targets.registry import find_adapter
 
 trace_drafts = drafts_only(record_trace)
-HAS_ASSISTANTS = "gemma4" in zoo.ROWS and hasattr(transformers, "Gemma4AssistantConfig")
-FAMILIES = (*own.FAMILIES, *(("gemma4",) if HAS_ASSISTANTS else ()))
-
-
-def new_drafter(model: PreTrainedModel, **options: Any) -> OwnDrafter:
-    """Of the head in the model's checkpoint, or of an assistant."""
-    adapter = find_adapter(model)
-    if adapter.model_type != "gemma4":
-        return MTPDrafter(read_own_head(adapter), max_depth=3, **options)
-    parts = assistant_parts(assistants.build_assistant(model, centroids="draft_ids" not in options), adapter)
-    return AssistantDrafter(parts, max_depth=3, **options)
+FAMILIES = (*own.FAMILIES, *assistants.FAMILIES[:1])
 
 
 @pytest.mark.parametrize(
@@ -69,15 +50,12 @@ def test_a_recorded_draft_on_other_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A value that became a constant would be wrong in the other prompts: the text stays, fewer tokens are accepted."""
-    if family not in FAMILIES:
-        pytest.skip("an older transformers")
+    own.needs_family(family)
     if not whole:
         monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
     window = 9 if family in ("exaone4_5", "gemma4") else 0
     layers = 3 if family == "gemma4" else 2
     model = build_cached_model(tiny.ModelSpec(family, seed=3, layers=layers, calm=True, window=window))
-    if family != "gemma4":
-        own.write_checkpoint(model, tmp_path, own.head_tensors(model, echo=2.0))
     prompts = [tiny.build_inputs(model, seed, 2, images=[1, 0], padding="left") for seed in range(2)]
     limits: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": sampled}
 
@@ -88,7 +66,7 @@ def test_a_recorded_draft_on_other_prompts(
     plain = [generate(given) for given in prompts]
 
     def run() -> list[int]:
-        drafter = new_drafter(model, **options)
+        drafter = own.new_drafter(model, tmp_path, max_depth=3, **options)
         with patch_model(model, drafter, tree_size=6):
             assert all(torch.equal(generate(given), text) for given, text in zip(prompts, plain, strict=True))
             stats = mmspec.stats(model)

@@ -12,14 +12,11 @@ import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
-import transformers
-import zoo
 from fuzz import patch_model
-from parity import GREEDY, MODES, assert_parity, build_cached_model
+from parity import GREEDY, build_cached_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import mmspec
 from mmspec.drafters.mtp import build
 from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
@@ -42,18 +39,6 @@ def target(folder: Path, echo: float = 2.0) -> PreTrainedModel:
     return model
 
 
-def drafted(model: PreTrainedModel, drafter: Any, given: tiny.Inputs) -> list[DraftTree]:
-    """The trees of a call, whose text is the target's."""
-    plain, trees = model.generate(**given, **GREEDY), list[DraftTree]()
-    draft_tree = drafter.draft_tree
-    drafter.draft_tree = lambda *args: trees.append(draft_tree(*args)) or trees[-1]
-    with patch_model(model, drafter=drafter, tree_size=6):
-        assert torch.equal(model.generate(**given, **GREEDY), plain)
-        assert not mmspec.stats(model).fallback_reason
-        del drafter.draft_tree
-    return trees
-
-
 def tokens_of(trees: list[DraftTree]) -> set[int]:
     """All drafted ids, without the roots."""
     return {int(token) for tree in trees for token in tree.tokens[:, 1:][tree.node_mask[:, 1:]]}
@@ -62,19 +47,11 @@ def tokens_of(trees: list[DraftTree]) -> set[int]:
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 
-@MODES
-def test_the_text_is_the_targets(mode: dict[str, Any], tmp_path: Path) -> None:
-    model = target(tmp_path)
-    given = tiny.build_inputs(model, 7, 3, padding="left")
-    stats = assert_parity(model, given, "mtp:24", patch_options={"tree_size": 6}, **{**mode, "max_new_tokens": 24})
-    assert stats.num_draft_tokens > 0 and not stats.fallback_reason
-
-
 def test_drafts_are_of_the_ids_that_are_given(tmp_path: Path) -> None:
     model, ids = target(tmp_path), torch.arange(5, 60, 3)
     given = tiny.build_inputs(model, 7, 2, padding="left")
     reduced = MTPDrafter(read_own_head(find_adapter(model)), draft_ids=ids)
-    found = tokens_of(drafted(model, reduced, given))
+    found = tokens_of(own.trees_of(model, reduced, given))
     assert found and found <= set(ids.tolist())
     full = MTPDrafter(read_own_head(find_adapter(model)))
     shared, states = find_adapter(model).shared_embeddings, torch.randn(2, 3, reduced.head.config.hidden_size)
@@ -84,16 +61,14 @@ def test_drafts_are_of_the_ids_that_are_given(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif(
-    "gemma4" not in zoo.ROWS or not hasattr(transformers, "Gemma4AssistantConfig"), reason="an older transformers"
-)
+@assistants.needs_assistants
 def test_an_assistant_is_reduced_too_but_one_with_centroids_is_refused() -> None:
     model = build_cached_model(tiny.ModelSpec("gemma4", seed=3))
     adapter = find_adapter(model)
     parts = assistant_parts(assistants.build_assistant(model, centroids=False), adapter)
     drafter = AssistantDrafter(parts, draft_ids=torch.arange(8, 80, 2))
     drafter.suppressed_ids = (8, 9, 10)
-    found = tokens_of(drafted(model, drafter, tiny.build_inputs(model, 7, 2, padding="left")))
+    found = tokens_of(own.trees_of(model, drafter, tiny.build_inputs(model, 7, 2, padding="left")))
     assert found and found <= set(range(12, 80, 2))
     clustered = assistant_parts(assistants.build_assistant(model), adapter)
     with pytest.raises(ValueError, match="its LM head is reduced already"):

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import assistants
 import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
-import transformers
-import zoo
 from c_bugs import faulty_kernel
 from fake_target import scores_by_path
 from fuzz import patch_model
@@ -24,14 +21,9 @@ from mmspec.cpu.c_kernel import load_kernel
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.drafters.heads.base.state import DraftState, Pending
-from mmspec.drafters.mtp.assistant import AssistantDrafter
-from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.tree import DraftTree
-from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.c_forwards import CForwards
-from mmspec.targets.own_head import read_own_head
-from mmspec.targets.registry import find_adapter
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 REDUCED = {"draft_ids": torch.arange(5, 100, 2)}
@@ -92,9 +84,7 @@ def compared(drafter: OwnDrafter, dtype: torch.dtype, monkeypatch: pytest.Monkey
         yield counted
 
 
-def run(
-    model: Any, drafter: OwnDrafter, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> Compared:
+def run(model: Any, drafter: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Compared:
     """Two calls of ragged rows, one with an image; the text must be that of plain decoding."""
     given = tiny.build_inputs(model, 5, 2, images=[1, 0], padding="left")
     if dtype is not torch.float32:
@@ -112,7 +102,7 @@ def run(
     return counted
 
 
-CASES: tuple[tuple[str, torch.dtype, Mapping[str, Any], Mapping[str, Any]], ...] = (
+CASES: tuple[tuple[str, torch.dtype, dict[str, Any], dict[str, Any]], ...] = (
     ("qwen3_5", torch.float32, {}, {}),
     ("qwen3_5", torch.bfloat16, REDUCED, {}),
     ("qwen3_5", torch.float16, {}, {}),
@@ -120,30 +110,36 @@ CASES: tuple[tuple[str, torch.dtype, Mapping[str, Any], Mapping[str, Any]], ...]
     ("glm_ocr", torch.bfloat16, {"top_k": 2}, {}),
     ("glm_ocr", torch.float32, {"top_k": 2, **REDUCED}, {"do_sample": True}),
     ("exaone4_5", torch.float32, {"top_k": 2}, {}),
+    ("gemma4", torch.float32, {"top_k": 3}, {}),
+    ("gemma4", torch.float32, REDUCED, {"do_sample": True}),
+    ("gemma4", torch.float32, {"top_k": 2}, {"do_sample": True}),
+    ("gemma4", torch.bfloat16, {"top_k": 1}, {}),
+    ("gemma4", torch.float16, {"top_k": 2, "centroids": False}, {}),
 )
 
 
-def mtp_drafter(family: str, dtype: torch.dtype, folder: Path, **options: Any) -> tuple[Any, MTPDrafter]:
-    """A tiny model of a family with a head in its checkpoint, and the drafter of that."""
-    if family not in own.FAMILIES:
-        pytest.skip("an older transformers")
-    model = tiny.build_model(tiny.ModelSpec(family, seed=3, layers=3)).to(dtype)
-    own.write_checkpoint(model, folder, own.head_tensors(model, echo=2.0))
-    return model, MTPDrafter(read_own_head(find_adapter(model)), max_depth=4, **options)
+def build(family: str, dtype: torch.dtype, folder: Path, **options: Any) -> tuple[Any, Any]:
+    """A tiny model of a family, with a short window if it has an assistant, and what drafts for it."""
+    own.needs_family(family)
+    window = 9 if family == "gemma4" else 0
+    model = tiny.build_model(tiny.ModelSpec(family, seed=3, layers=3, window=window)).to(dtype)
+    return model, own.new_drafter(model, folder, max_depth=4, **options)
 
 
 @pytest.mark.parametrize(("family", "dtype", "options", "limits"), CASES)
-def test_drafts_of_an_mtp_head(
+def test_drafts_are_those_in_torch(
     family: str,
     dtype: torch.dtype,
-    options: Mapping[str, Any],
-    limits: Mapping[str, Any],
+    options: dict[str, Any],
+    limits: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, drafter = mtp_drafter(family, dtype, tmp_path, **options)
+    """Behind prompts of two lengths, one with an image."""
+    model, drafter = build(family, dtype, tmp_path, **options)
     counted = run(model, drafter, dtype, monkeypatch, **{"do_sample": False, **limits})
-    assert counted.drafts > 4 and counted.reads > 4 and not counted.refused and not counted.differences
+    assert counted.drafts > 4 and not counted.refused and not counted.differences
+    assert counted.reads > 4 or family == "gemma4"
     assert counted.common >= (1.0 if dtype is torch.float32 else 0.85) * counted.paths > 20
 
 
@@ -154,7 +150,7 @@ def test_trees_over_recurrent_states(
     family: str, options: Mapping[str, Any], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trees where the rounds of the call run in C, even if the head does not; chains once they no longer do."""
-    model, drafter = mtp_drafter(family, torch.float32, tmp_path)
+    model, drafter = build(family, torch.float32, tmp_path)
     drafted, scored, accepted = list[bool](), list[bool](), list[list[int]]()
     draft_tree, observe, score = drafter.draft_tree, drafter.observe, CForwards.score
 
@@ -197,80 +193,40 @@ def has_branches(tree: DraftTree) -> bool:
     return bool((tree.node_mask & (tree.parents != torch.arange(-1, tree.num_nodes - 1))).any())
 
 
-ASSISTANT_CASES: tuple[tuple[str, torch.dtype, bool, Mapping[str, Any], Mapping[str, Any]], ...] = (
-    ("gemma4", torch.float32, True, {"top_k": 3}, {}),
-    ("gemma4", torch.float32, False, REDUCED, {"do_sample": True}),
-    ("gemma4", torch.float32, True, {"top_k": 2}, {"do_sample": True}),
-    ("gemma4", torch.bfloat16, True, {"top_k": 1}, {}),
-    ("gemma4", torch.float16, False, {"top_k": 2}, {}),
-)
-
-
-def assistant_drafter(family: str, dtype: torch.dtype, centroids: bool, **options: Any) -> tuple[Any, AssistantDrafter]:
-    """A tiny Gemma 4 with a short window, and the drafter of an assistant for it."""
-    if family not in zoo.ROWS or not hasattr(transformers, "Gemma4AssistantConfig"):
-        pytest.skip("an older transformers")
-    model = tiny.build_model(tiny.ModelSpec(family, seed=3, layers=3, window=9)).to(dtype)
-    parts = assistant_parts(assistants.build_assistant(model, centroids=centroids).to(dtype), find_adapter(model))
-    return model, AssistantDrafter(parts, max_depth=4, **options)
-
-
-@pytest.mark.parametrize(("family", "dtype", "centroids", "options", "limits"), ASSISTANT_CASES)
-def test_drafts_of_an_assistant(
-    family: str,
-    dtype: torch.dtype,
-    centroids: bool,
-    options: Mapping[str, Any],
-    limits: Mapping[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Behind prompts of two lengths, one with an image, beyond the window."""
-    model, drafter = assistant_drafter(family, dtype, centroids, **options)
-    counted = run(model, drafter, dtype, monkeypatch, **{"do_sample": False, **limits})
-    assert counted.drafts > 4 and not counted.refused and not counted.differences
-    assert counted.common >= (1.0 if dtype is torch.float32 else 0.85) * counted.paths > 20
+BUGS = {
+    "if (is_mtp(h) && h->levels)": "if (0)",
+    "is_mtp(h) ? h->embedding_norm :": "0 ? h->embedding_norm :",
+    "(h->d.hides_nodes ? 0 : level)": "level",
+    "l->window && d->depths ? depths[node] : 0": "l->window && d->depths ? depths[node] : 1",
+    "!is_eagle3(h) && !is_root": "!is_eagle3(h)",
+    "(level ? parent : b) * E : output": "b * E : output",
+    "+ h->bias[ids[i]]": "",
+    "noise ? z / h->temperature - noise[ids[i]] : z": "z",
+    "g->best[row * h->num_best + child[i] / S] * S + child[i] % S": "child[i]",
+    "round1(to[i] * h->d.embed_scale, h->d.type)": "to[i]",
+}
+"""{text of the sources: replacement}, of MTP heads where it says so, else of assistants."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "replacement"),
-    [
-        ("(h->d.hides_nodes ? 0 : level)", "level"),
-        ("l->window && d->depths ? depths[node] : 0", "l->window && d->depths ? depths[node] : 1"),
-        ("!is_eagle3(h) && !is_root", "!is_eagle3(h)"),
-        ("(level ? parent : b) * E : output", "b * E : output"),
-        ("+ h->bias[ids[i]]", ""),
-        ("noise ? z / h->temperature - noise[ids[i]] : z", "z"),
-        ("g->best[row * h->num_best + child[i] / S] * S + child[i] % S", "child[i]"),
-        ("round1(to[i] * h->d.embed_scale, h->d.type)", "to[i]"),
-    ],
-)
-def test_planted_bugs_in_assistants_are_caught(part: str, replacement: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    faulty = faulty_kernel(part, replacement, optimized=False)
+@pytest.mark.parametrize("part", BUGS)
+def test_planted_bugs_are_caught(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = faulty_kernel(part, BUGS[part], optimized=False)
     monkeypatch.setattr(c_draft, "active_kernel", lambda: faulty)
-    model, drafter = assistant_drafter("gemma4", torch.float32, True, top_k=2)
-    drafter.suppressed_ids = tuple(range(5, 60))
-    assert run(model, drafter, torch.float32, monkeypatch, do_sample=True).differences
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "replacement"),
-    [("if (is_mtp(h) && h->levels)", "if (0)"), ("is_mtp(h) ? h->embedding_norm :", "0 ? h->embedding_norm :")],
-)
-def test_planted_bugs_are_caught(part: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faulty = faulty_kernel(part, replacement, optimized=False)
-    monkeypatch.setattr(c_draft, "active_kernel", lambda: faulty)
-    model, drafter = mtp_drafter("qwen3_5", torch.float32, tmp_path)
-    assert run(model, drafter, torch.float32, monkeypatch, do_sample=False).differences
+    is_head = "is_mtp" in part
+    options = {} if is_head else {"top_k": 2}
+    model, drafter = build("qwen3_5" if is_head else "gemma4", torch.float32, tmp_path, **options)
+    if not is_head:
+        drafter.suppressed_ids = tuple(range(5, 60))
+    assert run(model, drafter, torch.float32, monkeypatch, do_sample=not is_head).differences
 
 
 @pytest.mark.parametrize("activation", [torch.nn.SiLU(), torch.nn.Identity()])
 def test_an_assistant_of_other_layers_drafts_in_torch(
-    activation: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+    activation: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Than its target's, which one line says."""
-    model, drafter = assistant_drafter("gemma4", torch.float32, True, top_k=2)
+    model, drafter = build("gemma4", torch.float32, tmp_path, top_k=2)
     for layer in drafter.head.body.layers:
         layer.mlp.act_fn = activation
     trees, agrees = list[Any](), list[bool]()

@@ -13,7 +13,6 @@ import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
-import transformers
 import zoo
 from fuzz import patch_model
 from parity import GREEDY
@@ -30,8 +29,7 @@ from mmspec.resolve import resolve_drafter
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
-HAS_ASSISTANTS = "gemma4" in zoo.ROWS and hasattr(transformers, "Gemma4AssistantConfig")
-FAMILIES = (*own.FAMILIES, *(("gemma4",) if HAS_ASSISTANTS else ()))
+FAMILIES = (*own.FAMILIES, *assistants.FAMILIES[:1])
 
 
 def merge(model: PreTrainedModel) -> None:
