@@ -23,7 +23,13 @@ class SlowBlock(SlowHead):
         from_anchor: whether the last token's own position predicts a token too.
         is_neox: whether a vector is rotated in halves, not in pairs of neighbours.
         layer_offset: hidden state of transformers that layer 0 of the config's list is.
+        embedding: [V, D] of the target, or of the file.
+        windows: positions that a query sees, of each layer; 0 for all.
+        causal: whether a query sees no later position of its block, of each layer.
     """
+
+    windows: Sequence[int] = (0,) * 9
+    causal: Sequence[bool] = (False,) * 9
 
     def __init__(self, folder: Path, text: Sequences, from_anchor: bool, is_neox: bool, layer_offset: int) -> None:
         super().__init__(folder, text)
@@ -33,7 +39,8 @@ class SlowBlock(SlowHead):
         layers = keys.get("target_layer_ids") or keys["aux_hidden_state_layer_ids"]
         self.layers = [layer + layer_offset for layer in layers]
         file = folder / "mask_embedding.pt"
-        self.mask = text.embedding[keys["mask_token_id"]]
+        self.embedding = self.weights.get("embed_tokens.weight", text.embedding)
+        self.mask = self.embedding[keys["mask_token_id"]]
         if file.is_file():
             self.mask = torch.load(file, weights_only=True)["embedding"]
         self.block_size: int = keys["block_size"]
@@ -46,23 +53,19 @@ class SlowBlock(SlowHead):
             cache.append(self.keys_values(index, feature, row))
 
     def keys_values(self, layer: int, row: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        keys = self.turn(self.normed_heads(layer, "k", row), position)
-        return keys, self.heads(f"layers.{layer}.self_attn.v_proj", row)
-
-    def normed_heads(self, layer: int, name: str, row: Tensor) -> Tensor:
-        heads = self.heads(f"layers.{layer}.self_attn.{name}_proj", row)
-        return torch.stack([self.norm(f"layers.{layer}.self_attn.{name}_norm", head) for head in heads])
+        keys = self.turn(self.heads(f"layers.{layer}", "k", row), position)
+        return keys, self.heads(f"layers.{layer}", "v", row)
 
     def turn(self, heads: Tensor, position: int) -> Tensor:
         return rotate(heads, position, self.theta, interleaved=not self.is_neox)
 
-    def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
-        """See `SlowHead`; the logits are those without the correction by the token before."""
+    def block(self, num_known: int) -> list[Tensor]:
+        """Outputs [D] of the positions of a block behind so many tokens that predict one."""
         while self._num_rows < num_known - 1:
             self.read_row(self._num_rows)
             self._num_rows += 1
         anchor = int(self.text.ids[num_known - 1])
-        rows = [self.text.embedding[anchor], *[self.mask] * (self.block_size - 1)]
+        rows = [self.embedding[anchor], *[self.mask] * (self.block_size - 1)]
         for index in range(len(self.caches)):
             name, positions = f"layers.{index}", range(num_known - 1, num_known - 1 + len(rows))
             normed = [self.norm(f"{name}.input_layernorm", row) for row in rows]
@@ -71,7 +74,11 @@ class SlowBlock(SlowHead):
             normed = [self.norm(f"{name}.post_attention_layernorm", row) for row in rows]
             outputs = self.around(f"{name}.mlp_conv", normed, partial(self.mlp, name))
             rows = [row + output for row, output in zip(rows, outputs, strict=True)]
-        outputs = [self.norm("norm", row) for row in rows][int(not self.from_anchor) :]
+        return [self.norm("norm", row) for row in rows][int(not self.from_anchor) :]
+
+    def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
+        """See `SlowHead`; the logits are those without the correction by the token before."""
+        outputs, anchor = self.block(num_known), int(self.text.ids[num_known - 1])
         lm_head = self.weights.get("lm_head.weight", self.text.lm_head)
         found = [lm_head @ output for output in outputs]
         return self.walk(found, outputs, allowed, anchor)[:num_tokens], torch.stack(found)
@@ -90,7 +97,14 @@ class SlowBlock(SlowHead):
         """Outputs of the attention of a layer at the positions of the block."""
         pairs = list(zip(normed, positions, strict=True))
         keys = self.caches[index] + [self.keys_values(index, *pair) for pair in pairs]
-        outputs = [attend(self.turn(self.normed_heads(index, "q", row), position), keys) for row, position in pairs]
+        window, is_causal, outputs = self.windows[index], self.causal[index], list[Tensor]()
+        for row, position in pairs:
+            seen = [
+                part
+                for other, part in enumerate(keys)
+                if (not window or abs(position - other) < window) and (not is_causal or other <= position)
+            ]
+            outputs.append(attend(self.turn(self.heads(f"layers.{index}", "q", row), position), seen))
         return [self.linear(f"layers.{index}.self_attn.o_proj", output) for output in outputs]
 
     def mlp(self, name: str, normed: Sequence[Tensor]) -> list[Tensor]:
@@ -121,6 +135,11 @@ class SlowBlock(SlowHead):
         if not self.has_bias:
             return torch.zeros(1)
         return self.weights["markov_head.markov_w2.weight"] @ self.weights["markov_head.markov_w1.weight"][token]
+
+    def confidence(self, output: Tensor, token: int) -> Tensor:
+        """Probability that the token drawn at a position behind a token is accepted."""
+        rows = torch.cat((output, self.weights["markov_head.markov_w1.weight"][token]))
+        return self.linear("confidence_head.proj", rows)[0].sigmoid()
 
     def token_ids(self) -> list[int]:
         if "d2t" not in self.weights:

@@ -6,7 +6,7 @@ each method, with the keys of its published configs; shares no code with the pac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Sequences:
 
     ids: Tensor
     embeds: Tensor
-    states: tuple[Tensor, ...]
+    states: Sequence[Tensor] | Mapping[int, Tensor]
     is_visual: Tensor
     positions: list[Position]
     embedding: Tensor
@@ -99,7 +99,7 @@ class SlowHead(SlowReader):
 
     def layer(self, inputs: Tensor, residual: Tensor, position: int | Sequence[int]) -> Tensor:
         """[D] output of the decoder layer, appended to the cache."""
-        queries, keys, values = (self.heads(f"layers.0.self_attn.{name}_proj", inputs) for name in "qkv")
+        queries, keys, values = (self.heads("layers.0", part, inputs) for part in "qkv")
         self.cache.append((rotate(keys, position, self.theta), values))
         outputs = attend(rotate(queries, position, self.theta), self.cache)
         return self.feed_forward("layers.0", residual + self.linear("layers.0.self_attn.o_proj", outputs))
@@ -179,19 +179,33 @@ class SlowEagle3Head(SlowHead):
     The embedding of a visual position is that of its placeholder token, as all of them train and vLLM serves it, unless
     the config has the `visual_mode` "coupled". With a `mrope_section` the rotary positions are the target's: SpecForge
     gives each axis one range of frequencies, AngelSlim takes turns whatever its config says, speculators ignores it.
+
+    Attributes:
+        settings: of the config and of its section.
+        layers: of the hidden states that are read.
     """
 
+    def __init__(self, folder: Path, text: Sequences) -> None:
+        super().__init__(folder, text)
+        self.settings, num_layers = self.config | self.config.get("eagle_config", {}), len(text.states) - 1
+        default = 2, num_layers // 2, num_layers - 3
+        self.layers: Sequence[int] = self.config.get("eagle_aux_hidden_state_layer_ids") or default
+
     def read_row(self, row: int) -> None:
-        mode, num_layers = self.config.get("visual_mode", "placeholder"), len(self.text.states) - 1
+        mode = self.config.get("visual_mode", "placeholder")
         if mode == "text_only" and self.text.is_visual[row + 1]:
             return
-        layers = self.config.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
-        state = self.linear("fc", torch.cat([self.text.states[layer][row] for layer in layers]))
+        parts = [self.text.states[layer][row] for layer in self.layers]
+        if self.settings.get("fc_norm"):
+            parts = [self.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)]
+        joined = torch.cat(parts)
+        state = self.linear("fc", self.norm("input_norm", joined) if self.settings.get("norm_before_fc") else joined)
         is_placeholder = mode == "placeholder"  # "coupled": as SGLang feeds it
         embed = self.text.embedding[self.text.ids[row + 1]] if is_placeholder else self.text.embeds[row + 1]
         self.last = self.step(embed, state, row)
 
     def draft_row(self, token: int, state: Tensor, row: int) -> Tensor:
+        state = self.norm("norm", state) if self.settings.get("norm_output") else state
         return self.step(self.text.embedding[token], state, row)
 
     def step(self, embed: Tensor, state: Tensor, row: int) -> Tensor:
@@ -228,7 +242,7 @@ class SlowEagle3Head(SlowHead):
             name = f"layers.{index}"
             if index:
                 inputs = self.norm(f"{name}.input_layernorm", residual)
-            queries, keys, values = (self.heads(f"{name}.self_attn.{part}_proj", inputs) for part in "qkv")
+            queries, keys, values = (self.heads(name, part, inputs) for part in "qkv")
             own.append((rotate(keys, position, self.theta), values))
             first = -self.layer_config["sliding_window"] if kind == "sliding_attention" else 0
             outputs = attend(rotate(queries, position, self.theta), [row[index] for row in self.cache[first:]])

@@ -1,7 +1,6 @@
-"""Draft heads read from files as serving engines read them, one position and one head at a time.
+"""What all slow readers of published heads share: files, and formulas, one position and one head at a time.
 
-Written from the formulas of the published layouts (EAGLE-3 of vLLM, SGLang and `speculators`; DSpark of `speculators`),
-to be compared with ours logit for logit. Shares no code with the package.
+Written from the published layouts, to be compared with ours logit for logit. Shares no code with the package.
 """
 
 from __future__ import annotations
@@ -85,133 +84,13 @@ class SlowReader:
     def norm(self, name: str, vector: Tensor) -> Tensor:
         return rms_norm(vector, self.weights[f"{name}.weight"], self.eps)
 
-    def heads(self, name: str, vector: Tensor) -> Tensor:
-        """[H, d] of a projection."""
-        return self.linear(name, vector).view(-1, self.head_dim)
+    def heads(self, layer: str, part: str, vector: Tensor) -> Tensor:
+        """[H, d] queries, keys or values (`part` q, k, v) of a layer, each normed if the head has norms for them."""
+        heads = self.linear(f"{layer}.self_attn.{part}_proj", vector).view(-1, self.head_dim)
+        norm = f"{layer}.self_attn.{part}_norm"
+        return torch.stack([self.norm(norm, head) for head in heads]) if f"{norm}.weight" in self.weights else heads
 
     def feed_forward(self, layer: str, state: Tensor) -> Tensor:
         normed = self.norm(f"{layer}.post_attention_layernorm", state)
         gate = functional.silu(self.linear(f"{layer}.mlp.gate_proj", normed))
         return state + self.linear(f"{layer}.mlp.down_proj", gate * self.linear(f"{layer}.mlp.up_proj", normed))
-
-    def to_target(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """[V] logits of the target's ids, -inf where the head has none."""
-        if "d2t" not in self.weights:
-            return logits
-        ids = torch.arange(len(logits)) + self.weights["d2t"].long()
-        assert self.weights["t2d"].bool().nonzero().flatten().tolist() == ids.tolist()
-        return torch.full((vocab_size,), -math.inf).index_copy_(0, ids, logits)
-
-
-class SlowEagle3(SlowReader):
-    """An EAGLE-3 head, as the keys of its config say."""
-
-    def step(self, embed: Tensor, state: Tensor, position: int, cache: Cache) -> tuple[Tensor, Tensor]:
-        """One position, appended to the cache: (logits of the draft vocabulary, state for the next step).
-
-        Args:
-            embed: [D] of the next token, or of the media placeholder.
-            state: [S * D] the target's hidden states, concatenated, or [D] the state of the step before.
-            position: of the hidden states.
-            cache: positions so far.
-        """
-        nested = self.config | self.config.get("eagle_config", {})
-        if len(state) != self.layer_config["hidden_size"]:
-            if nested.get("fc_norm"):
-                parts = state.view(3, -1)
-                state = torch.cat([self.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)])
-            if nested.get("norm_before_fc"):
-                state = self.norm("input_norm", state)
-            state = self.linear("fc", state)
-        normed = self.norm("layers.0.hidden_norm", state)
-        inputs = torch.cat((self.norm("layers.0.input_layernorm", embed), normed))
-        residual = normed if self.config.get("norm_before_residual") else state
-        queries, keys, values = (self.heads(f"layers.0.self_attn.{name}_proj", inputs) for name in "qkv")
-        if "layers.0.self_attn.q_norm.weight" in self.weights:
-            queries, keys = (
-                torch.stack([self.norm(f"layers.0.self_attn.{name}_norm", head) for head in heads])
-                for name, heads in (("q", queries), ("k", keys))
-            )
-        cache.append((rotate(keys, position, self.theta), values))
-        outputs = attend(rotate(queries, position, self.theta), cache)
-        state = self.feed_forward("layers.0", residual + self.linear("layers.0.self_attn.o_proj", outputs))
-        normed = self.norm("norm", state)
-        return self.linear("lm_head", normed), normed if nested.get("norm_output") else state
-
-    def draft(self, embedding: Tensor, embeds: Tensor, states: Tensor, num_tokens: int) -> tuple[list[int], Tensor]:
-        """A greedy chain after a prompt: its tokens, and the logits [num_tokens, V] that they come from.
-
-        Args:
-            embedding: [V, D] of the target.
-            embeds: [n, D] embedding of the token after each position.
-            states: [n, S * D] hidden states of each position.
-            num_tokens: length of the chain.
-        """
-        cache, tokens, found = Cache(), list[int](), []
-        for position, (embed, state) in enumerate(zip(embeds, states, strict=True)):
-            logits, last = self.step(embed, state, position, cache)
-        for index in range(num_tokens):
-            found.append(self.to_target(logits, len(embedding)))
-            tokens.append(int(found[-1].argmax()))
-            if index + 1 < num_tokens:
-                logits, last = self.step(embedding[tokens[-1]], last, len(states) + index, cache)
-        return tokens, torch.stack(found)
-
-
-class SlowDspark(SlowReader):
-    """A DSpark head that predicts from its anchor: k positions predict k tokens.
-
-    Attributes:
-        interleaved: whether neighbouring dimensions are rotated together.
-        windows: positions that a query sees, of each layer; 0 for all.
-        causal: whether a query sees no later position of its block, of each layer.
-    """
-
-    interleaved, windows, causal = False, (0, 0), (False, False)
-
-    def block(self, embedding: Tensor, lm_head: Tensor, states: Tensor, anchor: int, k: int) -> tuple[Tensor, Tensor]:
-        """Features [k, D] of a block and its logits [k, V'] without the Markov bias.
-
-        Args:
-            embedding: [V, D] of the target; an embedding in the file takes its place.
-            lm_head: [V, D] of the target; that of the file takes its place.
-            states: [n, S * D] hidden states of all positions before the anchor.
-            anchor: the last token.
-            k: block size.
-        """
-        embedding = self.weights.get("embed_tokens.weight", embedding)
-        features = [self.norm("hidden_norm", self.linear("fc", state)) for state in states]
-        rows = [embedding[token] for token in (anchor, *[self.config["mask_token_id"]] * (k - 1))]
-        for layer in range(self.layer_config["num_hidden_layers"]):
-            name, window = f"layers.{layer}", self.windows[layer]
-            normed = [self.norm(f"{name}.input_layernorm", row) for row in rows]
-            cache = [
-                (self._turned(name, "k", row, position), self.heads(f"{name}.self_attn.v_proj", row))
-                for position, row in enumerate([*features, *normed])
-            ]
-            for slot, row in enumerate(normed):
-                query = len(features) + slot
-                seen = [
-                    part
-                    for position, part in enumerate(cache)
-                    if (not window or abs(query - position) < window) and (not self.causal[layer] or position <= query)
-                ]
-                outputs = attend(self._turned(name, "q", row, query), seen)
-                rows[slot] = rows[slot] + self.linear(f"{name}.self_attn.o_proj", outputs)
-            rows = [self.feed_forward(name, row) for row in rows]
-        outputs = torch.stack([self.norm("norm", row) for row in rows])
-        return outputs, outputs @ self.weights.get("lm_head.weight", lm_head).T
-
-    def _turned(self, layer: str, kind: str, row: Tensor, position: int) -> Tensor:
-        heads = self.heads(f"{layer}.self_attn.{kind}_proj", row)
-        heads = torch.stack([self.norm(f"{layer}.self_attn.{kind}_norm", head) for head in heads])
-        return rotate(heads, position, self.theta, self.interleaved)
-
-    def bias(self, token: int) -> Tensor:
-        """[V'] added to the logits of the position after a token."""
-        return self.weights["markov_head.markov_w2.weight"] @ self.weights["markov_head.markov_w1.weight"][token]
-
-    def confidence(self, feature: Tensor, token: int) -> Tensor:
-        """Probability that the token drawn at a position is accepted."""
-        rows = torch.cat((feature, self.weights["markov_head.markov_w1.weight"][token]))
-        return self.linear("confidence_head.proj", rows)[0].sigmoid()

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slow_readers import SlowDspark
-from test_export import TARGET, H, V, build, draft_chain, embeddings
+from test_export import TARGET, H, V, build, draft_chain, embeddings, read_block
 from torch import Tensor, nn
 
 from mmspec.drafters.checkpoints.export import export_head
@@ -49,30 +48,24 @@ def write(
     return config
 
 
-def check(folder: Path, shared: SharedEmbeddings, from_anchor: bool, scale: float = 1.0, **traits: Any) -> None:
+def check(
+    folder: Path, shared: SharedEmbeddings, from_anchor: bool, scale: float = 1.0, is_neox: bool = True, **traits: Any
+) -> None:
     """Compare the logits of a block and a greedy chain with the slow reader's."""
     drafter = load_published(folder, TARGET)
     assert isinstance(drafter, DsparkDrafter)
     drafter.top_k, rng = 1, torch.Generator().manual_seed(2)
     ids, states = torch.randint(6, V, (12,), generator=rng), torch.randn(3, 11, H, generator=rng)
-    weight, lm_head = shared.embed_tokens.weight, shared.lm_head.weight
-    assert isinstance(weight, Tensor) and isinstance(lm_head, Tensor)
     tokens, logits = draft_chain(drafter, shared, shared.embed(ids), states, ids)
-    reader = SlowDspark(folder)
-    reader.config["mask_token_id"] = MASK
+    reader = read_block(folder, drafter, shared, states, ids, from_anchor=from_anchor, is_neox=is_neox)
+    reader.embedding = reader.embedding * scale
+    reader.mask = reader.embedding[MASK]
     for name, value in traits.items():
         setattr(reader, name, value)
-    expected = reader.block(weight * scale, lm_head, torch.cat(list(states), dim=-1), int(ids[-1]), 4)[1]
-    expected = expected[int(not from_anchor) :]
+    read, expected = reader.chain(len(ids), 4, torch.ones(V, dtype=torch.bool))
     assert logits.shape == expected.shape and torch.allclose(logits, expected, atol=5e-4)
-    if "markov_head.markov_w1.weight" not in reader.weights:  # the likeliest paths of a product, no chain
-        assert tokens[0] == int(expected[0].argmax())
-        return
-    chain, previous = [], int(ids[-1])
-    for row in expected:
-        previous = int((row + reader.bias(previous)).argmax())
-        chain.append(previous)
-    assert tokens[: len(chain)] == chain
+    count = len(read) if reader.has_bias else 1  # else the likeliest paths of a product, no chain
+    assert tokens[:count] == read[:count]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +108,7 @@ def test_anchors_pairs_and_markov_keys(
 ) -> None:
     nested = values.get("dflash_config", {})
     write(tmp_path, embeddings, values, markov=bool(values.get("markov_rank", nested.get("markov_rank"))))
-    check(tmp_path, embeddings, from_anchor, interleaved=values.get("rope_is_neox_style") is False)
+    check(tmp_path, embeddings, from_anchor, is_neox=values.get("rope_is_neox_style") is not False)
     assert not caplog.records
 
 

@@ -12,8 +12,7 @@ import tiny_models as tiny
 import torch
 from parity import assert_parity
 from safetensors.torch import load_file, save_file
-from slow_readers import SlowEagle3
-from test_export import TARGET, H, N, V, build, draft_chain, embeddings
+from test_export import TARGET, H, N, V, build, draft_chain, embeddings, read_eagle3, sequences_of
 from test_published import folder_of, load_fixture
 from torch import Tensor, nn
 
@@ -66,8 +65,9 @@ def check(folder: Path, shared: SharedEmbeddings, target: TargetInfo = TARGET, o
     )
     tokens, logits = draft_chain(drafter, shared, weight[ids], states, ids)
     rows = weight if own is None else own
-    read, expected = SlowEagle3(folder).draft(rows, rows[ids[1:]], torch.cat(list(states), dim=-1), 4)
-    assert tokens == read and torch.allclose(logits[:4], expected[:, DRAFT_IDS], atol=2e-4)
+    text = sequences_of(drafter, shared, states, ids, embeds=rows[ids], embedding=rows)
+    read, expected = read_eagle3(folder, drafter, text)
+    assert tokens == read and torch.allclose(logits[:4], expected, atol=2e-4)
     return drafter
 
 

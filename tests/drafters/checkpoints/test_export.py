@@ -10,8 +10,11 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from fake_target import build_first_result
 from safetensors.torch import load_file, save_file
-from slow_readers import SlowDspark, SlowEagle3
+from slow_blocks import SlowBlock
+from slow_heads import Sequences, SlowEagle3Head
+from spies import spy_on
 from torch import Tensor, nn
 
 from mmspec.app.cli.main import main
@@ -29,8 +32,7 @@ from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
 from mmspec.drafters.heads.flash.drafter import FlashDrafter
 from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
 from mmspec.drafters.registry import build_drafter
-from mmspec.engine.tree import root_only
-from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
+from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo
 
 H, V, N, PLACEHOLDER = 32, 48, 8, 4
 TARGET = TargetInfo("qwen3_vl", H, V, N, name="made/up", media_token_ids=(PLACEHOLDER,))
@@ -100,21 +102,30 @@ def draft_chain(drafter: HeadDrafter, embeddings: SharedEmbeddings, embeds: Tens
         vocab_size=V,
         shared_embeddings=embeddings,
     )
-    state, one = drafter.begin(prompt), torch.ones(1, dtype=torch.long)
-    first = ids[n].view(1, 1)
-    drafter.observe(state, VerifyResult(root_only(1), one[None] * 0, one, first, [first[0].tolist()], [[0]]), {})
-    found: list[Tensor] = []
-    original = type(drafter.head).logits
-
-    def spy(self: Any, hidden_states: Tensor, *args: Any) -> Tensor:
-        logits = original(self, hidden_states, *args)
-        found.append(logits[0])
-        return logits
-
+    state = drafter.begin(prompt)
+    drafter.observe(state, build_first_result([int(ids[n])]), {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(drafter.head), "logits", spy)
+        found = spy_on(patch, type(drafter.head), "logits", lambda logits, *_: logits[0])
         tree = drafter.propose(state, 5, [True])
     return tree.tokens[0, 1:].tolist(), torch.cat(found)
+
+
+def sequences_of(drafter: HeadDrafter, shared: SharedEmbeddings, states: Tensor, ids: Tensor, **changes: Any) -> Any:
+    """What a slow reader needs of the prompt of `draft_chain`."""
+    weight, lm_head = shared.embed_tokens.weight, shared.lm_head.weight
+    assert isinstance(weight, Tensor) and isinstance(lm_head, Tensor)
+    layers = dict.fromkeys(range(N + 1), states[0]) | dict(zip(drafter.hidden_state_indices, states, strict=True))
+    positions = [(index, index, index) for index in range(len(ids))]
+    text = Sequences(ids, weight[ids], layers, ids == PLACEHOLDER, positions, weight, lm_head)
+    return replace(text, **changes)
+
+
+def read_eagle3(folder: Path, drafter: HeadDrafter, text: Sequences) -> tuple[list[int], Tensor]:
+    """A chain of four tokens by the slow reader, and the logits of the draft vocabulary that it comes from."""
+    reader = SlowEagle3Head(folder, text)
+    reader.layers = drafter.hidden_state_indices
+    reader.config["visual_mode"] = drafter.visual_mode
+    return reader.chain(len(text.ids), 4, torch.ones(len(DRAFT_IDS), dtype=torch.bool))
 
 
 @pytest.mark.parametrize("format_name", EXPORT_FORMATS)
@@ -126,7 +137,7 @@ def test_eagle3_equals_the_slow_reader(
 ) -> None:
     drafter = build("eagle3", layers)
     export_head(tmp_path, drafter, TARGET, format_name)
-    reader, rng = SlowEagle3(tmp_path), torch.Generator().manual_seed(2)
+    config, rng = json.loads((tmp_path / "config.json").read_text()), torch.Generator().manual_seed(2)
     ids = torch.randint(6, V, (10,), generator=rng)
     ids[2:5] = PLACEHOLDER
     weight: Tensor = embeddings.embed_tokens.weight  # type: ignore[assignment]
@@ -137,24 +148,32 @@ def test_eagle3_equals_the_slow_reader(
         embeds[2:5] = torch.randn(3, H, generator=rng)
     states = torch.randn(3, 9, H, generator=rng)
     tokens, logits = draft_chain(drafter, embeddings, embeds, states, ids)
-    read, expected = reader.draft(weight, embeds[1:], torch.cat(list(states), dim=-1), 4)
-    assert tokens == read and torch.allclose(logits, expected[:, DRAFT_IDS], atol=2e-4)
-    named = reader.config.get("eagle_aux_hidden_state_layer_ids") or reader.config.get("eagle_config", {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
+    read, expected = read_eagle3(tmp_path, drafter, sequences_of(drafter, embeddings, states, ids, embeds=embeds))
+    assert tokens == read and torch.allclose(logits, expected, atol=2e-4)
+    named = (config.get("eagle_config", {}) | config).get("eagle_aux_hidden_state_layer_ids")
     if format_name == "speculators":
         assert named == list(layers)
     elif layers == (2, 4, 5):
         assert named is None, "the default of the engines"
     else:
         assert named == [layer - (format_name == "sglang") for layer in layers]
-    assert reader.config["norm_before_residual"] is False
+    assert config["norm_before_residual"] is False
     assert load_published(tmp_path, TARGET).visual_mode == ("coupled" if format_name == "sglang" else "placeholder")
     if format_name != "sglang":  # what we write, we read
         again = load_published(tmp_path, TARGET)
         assert again.hidden_state_indices == layers
         own, other = drafter.head.state_dict(), again.head.state_dict()
         assert all(torch.equal(value, other[name]) for name, value in own.items())
+
+
+def read_block(
+    folder: Path, drafter: HeadDrafter, shared: SharedEmbeddings, states: Tensor, ids: Tensor, **options: Any
+) -> SlowBlock:
+    """The slow reader of a block behind a prompt."""
+    given = {"from_anchor": True, "is_neox": True, "layer_offset": 0} | options
+    reader = SlowBlock(folder, sequences_of(drafter, shared, states, ids), **given)
+    reader.layers = list(drafter.hidden_state_indices)
+    return reader
 
 
 @pytest.mark.parametrize("mixture", [False, True])
@@ -166,71 +185,26 @@ def test_dspark_equals_the_slow_reader(
     drafter = build("dspark", (1, 3, 7), layer_mixture=mixture)
     assert isinstance(drafter, DsparkDrafter)
     export_head(tmp_path, drafter, TARGET, format_name, embeddings)
-    reader, rng = SlowDspark(tmp_path), torch.Generator().manual_seed(2)
+    rng = torch.Generator().manual_seed(2)
     ids, states = torch.randint(6, V, (8,), generator=rng), torch.randn(3, 7, H, generator=rng)
     weight: Tensor = embeddings.embed_tokens.weight  # type: ignore[assignment]
-    lm_head: Tensor = embeddings.lm_head.weight  # type: ignore[assignment]
     tokens, logits = draft_chain(drafter, embeddings, weight[ids], states, ids)
-    features, expected = reader.block(weight, lm_head, torch.cat(list(states), dim=-1), int(ids[-1]), 4)
-    assert torch.allclose(logits, expected, atol=5e-4)
-    read, previous = [], int(ids[-1])
+    reader = read_block(tmp_path, drafter, embeddings, states, ids)
+    read, expected = reader.chain(len(ids), 4, torch.ones(V, dtype=torch.bool))
+    assert tokens == read and torch.allclose(logits, expected, atol=5e-4)
     bigram_head = drafter.head.bigram_head
     assert bigram_head is not None
-    for slot in range(4):
+    for feature, previous in zip(reader.block(len(ids)), (int(ids[-1]), *read), strict=False):
         table = bigram_head.embed(torch.tensor(previous), embeddings)
         assert torch.allclose(bigram_head.vocab_proj(table), reader.bias(previous), atol=1e-4)
-        own = drafter.head.confidence(features[slot], table).sigmoid()
-        assert torch.allclose(own, reader.confidence(features[slot], previous), atol=1e-4)
-        previous = int((expected[slot] + reader.bias(previous)).argmax())
-        read.append(previous)
-    assert tokens == read
+        own = drafter.head.confidence(feature, table).sigmoid()
+        assert torch.allclose(own, reader.confidence(feature, previous), atol=1e-4)
     # Ours reads it back, with the target's own LM head as the file has it, and the same drafts.
     again = load_published(tmp_path, TARGET)
     assert isinstance(again, DsparkDrafter) and again.mask_token_id == PLACEHOLDER and again.max_depth == 4
     again.top_k = 1
     masked = SharedEmbeddings(nn.Embedding(V, H, _weight=reader.weights["embed_tokens.weight"]), embeddings.lm_head)
     assert draft_chain(again, masked, weight[ids], states, ids)[0] == tokens
-
-
-def dflash_files(folder: Path, embeddings: SharedEmbeddings, kind: str) -> Path:
-    """A DFlash head as published: from `speculators` or flat, anchored on a token that predicts nothing."""
-    drafter = build("dspark", (1, 3, 7))
-    export_head(folder, drafter, TARGET, "speculators", embeddings)
-    weights, values = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    unused = ("markov_head", "confidence_head", "embed_tokens", "lm_head")
-    weights = {name: value for name, value in weights.items() if not name.startswith(unused)}
-    if kind == "flat":
-        values = values["transformer_layer_config"] | {"architectures": ["DFlashDraftModel"], "block_size": 4}
-        values["dflash_config"] = {"mask_token_id": 5, "target_layer_ids": [0, 2, 6]}
-    else:
-        values |= {"speculators_model_type": "dflash", "sample_from_anchor": False, "mask_token_id": 5}
-        values = {key: value for key, value in values.items() if "markov" not in key and "confidence" not in key}
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["flat", "speculators"])
-@torch.no_grad()
-def test_dflash_heads_are_read(kind: str, embeddings: SharedEmbeddings, tmp_path: Path) -> None:
-    """The mask positions predict the tokens at their own place, so a block of four drafts three."""
-    drafter = load_published(dflash_files(tmp_path, embeddings, kind), TARGET)
-    assert isinstance(drafter, DsparkDrafter) and drafter.hidden_state_indices == (1, 3, 7) and drafter.max_depth == 3
-    drafter.top_k, rng = 1, torch.Generator().manual_seed(2)
-    ids, states = torch.randint(6, V, (8,), generator=rng), torch.randn(3, 7, H, generator=rng)
-    weight: Tensor = embeddings.embed_tokens.weight  # type: ignore[assignment]
-    tokens, logits = draft_chain(drafter, embeddings, weight[ids], states, ids)
-    reader = SlowDspark(tmp_path)
-    reader.config["mask_token_id"] = 5
-    _, expected = reader.block(
-        weight,
-        embeddings.lm_head.weight,
-        torch.cat(list(states), dim=-1),
-        int(ids[-1]),
-        4,  # type: ignore[arg-type]
-    )
-    assert torch.allclose(logits, expected[1:], atol=5e-4)
-    assert tokens[:1] == [int(expected[1].argmax())] and len(tokens) == 4
 
 
 @pytest.mark.parametrize(
