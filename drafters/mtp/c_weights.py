@@ -78,7 +78,7 @@ def assistant_weights(head: Any, state: DraftState) -> HeadWeights | None:
             num_experts=0,
             expert_size=0,
             experts_per_token=0,
-            eager_attention=False,
+            is_eager=False,
         ),
         rotaries=[angles[kind] for kind in kinds],
         **{**shared_weights(state), **own_lm_head(lm_head)},

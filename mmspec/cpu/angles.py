@@ -45,7 +45,7 @@ def set_angles(
             angles = [part.detach() for part in rotary(torch.arange(count, device="cpu"))]
             if any(part.shape != (count, size) for part in angles):
                 raise ValueError(f"rotary must return two tensors [P, {size}]")
-            angles = [of_neighbours(part) for part in angles] if shape.interleaved else angles
+            angles = [of_neighbours(part) for part in angles] if shape.is_interleaved else angles
             tables[rotary, size] = [part.float().contiguous() for part in angles]
         layer.cos, layer.sin = (part.data_ptr() for part in tables[rotary, size])
     return [part for pair in tables.values() for part in pair]

@@ -32,6 +32,7 @@ from mmspec.cpu.c_library import (
 from mmspec.cpu.chain_types import ChainStruct
 from mmspec.cpu.draft_types import DraftStruct
 from mmspec.cpu.layers import DecoderStruct, LayerStruct
+from mmspec.cpu.structs import declare_functions
 from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct, is_block, weight_struct
 from mmspec.forks import new_lock
 
@@ -68,33 +69,8 @@ class CKernel:
         self.level = level
         self.library = library = load_library(level)
         _check_structs(library)
+        declare_functions(library)
         self._parallel, self._team_size = _openmp_entries()
-        self._linear = library.few_rows_linear
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._linear.argtypes = [pointer, ctypes.c_int, *3 * (pointer,), size, size, pointer]
-        self._linear.restype = ctypes.c_int
-        self._quantise = library.few_rows_quantise
-        self._quantise.argtypes = [pointer, ctypes.c_int, pointer, pointer, size, pointer]
-        self._quantise.restype = None
-        self._copy = library.few_rows_copy
-        self._copy.argtypes = [pointer, pointer, pointer, size, pointer]
-        self._copy.restype = ctypes.c_int
-        self._decode, self._decode_scratch = library.few_rows_decode, library.few_rows_decode_scratch
-        self._head_forward, self._draft_tree = library.few_rows_head_forward, library.few_rows_draft_tree
-        self._draft_scratch = library.few_rows_draft_scratch
-        self._chain = library.few_rows_chain
-        for function in (self._decode, self._head_forward, self._draft_tree, self._chain):
-            function.argtypes = [pointer, size, pointer, pointer]
-            function.restype = ctypes.c_int
-        self._chain.restype = size
-        self._advance = library.few_rows_advance
-        self._advance.argtypes = [pointer, size, size, pointer, size, pointer, pointer]
-        self._advance.restype = None
-        self._delta_prompt, self._conv_prompt = library.few_rows_delta_prompt, library.few_rows_conv_prompt
-        for function in (self._delta_prompt, self._conv_prompt):
-            function.argtypes, function.restype = [pointer, size, pointer], None
-        for function in (self._decode_scratch, self._draft_scratch):
-            function.argtypes, function.restype = [pointer, size], size
 
     @property
     def multiplies_pairs(self) -> bool:
@@ -128,7 +104,7 @@ class CKernel:
                 return None
             bias_pointer = bias.data_ptr()
         out = rows.new_empty((*shape[:-1], out_features))
-        done = self._linear(
+        done = self.library.few_rows_linear(
             rows.data_ptr(),
             FLOAT_TYPES[rows.dtype],
             ctypes.addressof(struct := weight_struct(weight, self.multiplies_pairs and rows.dtype is torch.bfloat16)),
@@ -146,57 +122,61 @@ class CKernel:
         struct = weight_struct(to)
         cost_pointer = None if costs is None else costs.data_ptr()
         number, num_threads = FLOAT_TYPES[weight.dtype], torch.get_num_threads()
-        self._quantise(weight.data_ptr(), number, cost_pointer, ctypes.addressof(struct), num_threads, self._parallel)
+        self.library.few_rows_quantise(
+            weight.data_ptr(), number, cost_pointer, ctypes.addressof(struct), num_threads, self._parallel
+        )
 
     def copy(self, weight: Tensor) -> tuple[Tensor | None, Tensor]:
         """The bfloat16 copy of a float32 weight, or None if a number is no bfloat16, and the hashes of its chunks."""
         data = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
         hashes = torch.empty(-(-weight.shape[0] // CHUNK_ROWS), dtype=torch.long, device="cpu")
         struct = weight_struct(weight)
-        is_copy = self._copy(
+        is_copy = self.library.few_rows_copy(
             ctypes.addressof(struct), data.data_ptr(), hashes.data_ptr(), torch.get_num_threads(), self._parallel
         )
         return data if is_copy else None, hashes
 
     def decode_scratch(self, decoder: int, num_threads: int) -> int:
         """Floats of scratch memory that `decode` needs; `decoder` is the address of a struct of decoder_types.h."""
-        num_floats: int = self._decode_scratch(decoder, num_threads)
+        num_floats: int = self.library.few_rows_decode_scratch(decoder, num_threads)
         return num_floats
 
     def decode(self, decoder: int, num_threads: int) -> bool:
         """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
-        return bool(self._decode(decoder, num_threads, self._parallel, self._team_size))
+        return bool(self.library.few_rows_decode(decoder, num_threads, self._parallel, self._team_size))
 
     def advance(self, layer: int, nodes: int, path: Tensor, counts: Tensor, out: Tensor) -> None:
         """Write the states of a layer (mixers.h) behind the first `counts[b]` nodes of each row's path to `out`."""
         steps, numbers = path.contiguous(), counts.contiguous()
-        self._advance(layer, len(numbers), nodes, steps.data_ptr(), steps.shape[1], numbers.data_ptr(), out.data_ptr())
+        self.library.few_rows_advance(
+            layer, len(numbers), nodes, steps.data_ptr(), steps.shape[1], numbers.data_ptr(), out.data_ptr()
+        )
 
     def delta_prompt(self, prompt: ctypes.Structure) -> None:
         """Compute the gated delta rule of `mmspec.cpu.mixers`, which checks its arguments."""
-        self._delta_prompt(ctypes.addressof(prompt), torch.get_num_threads(), self._parallel)
+        self.library.few_rows_delta_prompt(ctypes.addressof(prompt), torch.get_num_threads(), self._parallel)
 
     def conv_prompt(self, prompt: ctypes.Structure) -> None:
         """The same for its convolution."""
-        self._conv_prompt(ctypes.addressof(prompt), torch.get_num_threads(), self._parallel)
+        self.library.few_rows_conv_prompt(ctypes.addressof(prompt), torch.get_num_threads(), self._parallel)
 
     def chain(self, chain: int, num_threads: int) -> int:
         """Draft the chains of `mmspec.cpu.chain`; the number of forwards, 0 in the cases of `decode`."""
-        num_forwards: int = self._chain(chain, num_threads, self._parallel, self._team_size)
+        num_forwards: int = self.library.few_rows_chain(chain, num_threads, self._parallel, self._team_size)
         return num_forwards
 
     def draft_scratch(self, draft: int, num_threads: int) -> int:
         """Floats of scratch memory that the following need; `draft` is the address of a struct of draft_types.h."""
-        num_floats: int = self._draft_scratch(draft, num_threads)
+        num_floats: int = self.library.few_rows_draft_scratch(draft, num_threads)
         return num_floats
 
     def head_forward(self, draft: int, num_threads: int) -> None:
         """Run one forward of `mmspec.cpu.draft`."""
-        self._head_forward(draft, num_threads, self._parallel, self._team_size)
+        self.library.few_rows_head_forward(draft, num_threads, self._parallel, self._team_size)
 
     def draft_tree(self, draft: int, num_threads: int) -> None:
         """Grow the trees of `mmspec.cpu.draft`."""
-        self._draft_tree(draft, num_threads, self._parallel, self._team_size)
+        self.library.few_rows_draft_tree(draft, num_threads, self._parallel, self._team_size)
 
 
 def load_kernel() -> CKernel | None:

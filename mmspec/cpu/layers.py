@@ -38,9 +38,9 @@ class DecoderShape:
         rounds_twice: in half precision norms round before they multiply by the weight, and after.
         embed_scale: factor of the embeddings.
         attention_softcap: limit of the scores by tanh; 0 for none.
-        eager_attention: in half precision scores and normalised weights of attention are rounded.
+        is_eager: in half precision scores and normalised weights of attention are rounded.
         rotary_size: first numbers of a head that are rotated; 0 for all.
-        interleaved: neighbours are rotated with each other, not halves.
+        is_interleaved: neighbours are rotated with each other, not halves.
         windows: positions that each layer's nodes see, their own included, 0 for all; () if all layers see all.
         num_experts: of the feed-forward of layers that have a router; 0 if none has one.
         expert_size: `intermediate_size` of an expert.
@@ -79,9 +79,9 @@ class DecoderShape:
     rounds_twice: bool = True
     embed_scale: float = 1.0
     attention_softcap: float = 0.0
-    eager_attention: bool = False
+    is_eager: bool = False
     rotary_size: int = 0
-    interleaved: bool = False
+    is_interleaved: bool = False
     windows: tuple[int, ...] = ()
     num_experts: int = 0
     expert_size: int = 0
@@ -114,12 +114,8 @@ class DecoderShape:
         """Heads of keys and values of a layer, numbers of a head, and of these rotated."""
         return self.head_sizes[layer] if self.head_sizes else (self.num_kv_heads, self.head_dim, self.rotated)
 
-    def owner_of(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads."""
-        return self.owners[layer] if self.owners else layer
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """Weights of a decoder layer, contiguous on the CPU, of the decoder's type; norms and biases are vectors.
 
@@ -136,24 +132,24 @@ class LayerWeights:
     With taps [2, K, D] both parts stand between two mixtures of neighbours (dspark.h); `changes` are [2 K groups, D].
     """
 
-    input_norm: Tensor | None
+    input_norm: Tensor | None = None
     q: Weight
-    k: Weight | None
-    v: Weight | None
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    k: Weight | None = None
+    v: Weight | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     o: Weight
-    o_bias: Tensor | None
-    post_norm: Tensor | None
-    gate: Weight | None
-    up: Weight | None
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down: Weight | None
-    down_bias: Tensor | None
+    o_bias: Tensor | None = None
+    post_norm: Tensor | None = None
+    gate: Weight | None = None
+    up: Weight | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down: Weight | None = None
+    down_bias: Tensor | None = None
     attention_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
     router: Tensor | None = None
@@ -204,46 +200,26 @@ class DecoderStruct(ctypes.Structure):
 
 
 def decoder_struct(shape: DecoderShape, addresses: WeightAddresses, **fields: Any) -> DecoderStruct:
-    """The struct with what a shape and the type of its weights say of it, and other fields."""
-    number = FLOAT_TYPES[addresses.dtype]
-    return DecoderStruct(
-        type=number,
-        attention_type=BFLOAT16_PAIRS if addresses.in_pairs else number,
-        hidden_size=shape.hidden_size,
-        intermediate_size=max(shape.intermediate_size, shape.experts_per_token * shape.expert_size, shape.shared_size),
-        head_norms=HEAD_NORMS[shape.head_norms],
-        gates_attention=shape.gates_attention,
-        gates_heads=shape.gates_heads,
-        normalises_values=shape.normalises_values,
-        is_parallel=shape.is_parallel,
-        is_centred=shape.is_centred,
-        residual_scale=shape.residual_scale,
-        per_layer_embed_scale=shape.per_layer_scales[0],
-        per_layer_in_scale=shape.per_layer_scales[1],
-        per_layer_scale=shape.per_layer_scales[2],
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rotary_size=shape.rotated,
-        is_interleaved=shape.interleaved,
-        activation=GATE_ACTIVATIONS[shape.activation],
-        rounds_twice=shape.rounds_twice,
-        is_eager=shape.eager_attention,
-        eps=shape.eps,
-        scaling=shape.scaling,
-        embed_scale=shape.embed_scale,
-        attention_softcap=shape.attention_softcap,
-        num_experts=shape.num_experts,
-        expert_size=shape.expert_size,
-        experts_per_token=shape.experts_per_token,
-        normalises_shares=shape.normalises_shares,
-        rounds_shares=shape.rounds_shares,
-        share_scale=shape.share_scale,
-        is_sigmoid=shape.is_sigmoid,
-        rounds_routing=shape.rounds_routing,
-        adds_in_type=shape.adds_in_type,
-        **fields,
+    """The struct with what a shape and the type of its weights say of it, and other fields.
+
+    What has one name in the shape and in C is the same number in both.
+    """
+    number, names = FLOAT_TYPES[addresses.dtype], {name for name, _ in DecoderStruct._fields_}
+    found = {name: value for name, value in vars(shape).items() if name in names}
+    found |= {
+        "type": number,
+        "attention_type": BFLOAT16_PAIRS if addresses.in_pairs else number,
+        "intermediate_size": max(
+            shape.intermediate_size, shape.experts_per_token * shape.expert_size, shape.shared_size
+        ),
+        "head_norms": HEAD_NORMS[shape.head_norms],
+        "rotary_size": shape.rotated,
+        "activation": GATE_ACTIVATIONS[shape.activation],
+    }
+    scales = zip(
+        ("per_layer_embed_scale", "per_layer_in_scale", "per_layer_scale"), shape.per_layer_scales, strict=True
     )
+    return DecoderStruct(**found, **dict(scales), **fields)
 
 
 def set_layer(

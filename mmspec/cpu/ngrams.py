@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from mmspec.cpu.c_kernel import CKernel
@@ -42,25 +41,6 @@ class TableStruct(ctypes.Structure):
     _fields_ = fields_of("ngram_table")
 
 
-class NgramFunctions:
-    """The functions of ngrams.h."""
-
-    def __init__(self, kernel: CKernel) -> None:
-        library, pointer, size = kernel.library, ctypes.c_void_p, ctypes.c_int64
-        self.add = library.few_rows_ngrams_add
-        self.add.argtypes, self.add.restype = [pointer, pointer, size, size], size
-        self.copy = library.few_rows_ngrams_copy
-        self.copy.argtypes, self.copy.restype = [pointer, pointer, size], None
-        self.probs = library.few_rows_ngrams_probs
-        self.probs.argtypes = [pointer, pointer, ctypes.c_double, pointer, pointer, pointer]
-        self.probs.restype = size
-
-
-@cache
-def ngram_functions(kernel: CKernel) -> NgramFunctions:
-    return NgramFunctions(kernel)
-
-
 class CNgrams:
     """How often tokens followed the up to `max_context` tokens before them. Shared by threads; bounded memory."""
 
@@ -80,8 +60,7 @@ class CNgrams:
                 f"contexts have 1 to {MAX_TABLE_CONTEXT} tokens and 1 to {MAX_TABLE_SUCCESSORS} successors; got "
                 f"{max_context} and {max_successors}."
             )
-        self._functions = ngram_functions(kernel)
-        self._kernel = kernel
+        self._kernel, self._library = kernel, kernel.library
         self._sizes = max_context, max_successors, max_contexts
         self._lock = new_lock()
         self._contexts: Any = None
@@ -101,9 +80,9 @@ class CNgrams:
     def add(self, context: tuple[int, ...], tokens: Sequence[int]) -> None:
         """Count tokens that followed a context."""
         history = (ctypes.c_int64 * (len(context) + len(tokens)))(*context, *tokens)
-        place, end = len(context), len(history)
+        place, end, add = len(context), len(history), self._library.few_rows_ngrams_add
         with self._lock:
-            while (place := self._functions.add(ctypes.byref(self._table), history, place, end)) < end:
+            while (place := add(ctypes.byref(self._table), history, place, end)) < end:
                 self._make_room()
 
     def probs(self, context: tuple[int, ...], min_unseen: float) -> tuple[dict[int, float], float]:
@@ -112,7 +91,7 @@ class CNgrams:
         limit = max_context * max_successors
         tokens, probs, rest = (ctypes.c_int64 * limit)(), (ctypes.c_double * limit)(), ctypes.c_double()
         with self._lock:
-            found = self._functions.probs(
+            found = self._library.few_rows_ngrams_probs(
                 ctypes.byref(self._table), self._padded((context,)), min_unseen, tokens, probs, ctypes.byref(rest)
             )
         return dict(zip(tokens[:found], probs[:found], strict=True)), rest.value
@@ -145,7 +124,7 @@ class CNgrams:
     def _copy(self, table: TableStruct, places: int, divisor: int) -> TableStruct:
         memory = self._contexts, self._successors  # where `table` points to
         new = self._new_table(places)
-        self._functions.copy(ctypes.byref(table), ctypes.byref(new), divisor)
+        self._library.few_rows_ngrams_copy(ctypes.byref(table), ctypes.byref(new), divisor)
         del memory
         return new
 

@@ -1,4 +1,4 @@
-"""The structs of the headers as ctypes reads them: fields, order and types are those that C compiles."""
+"""The structs and functions of the C sources as ctypes reads them: fields and types are those that C compiles."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ NUMBERS = {
 }
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 STRUCT = re.compile(r"typedef struct \{([^{}]*)\} (\w+);")
+FUNCTION = re.compile(r"^EXPORT (\w+) (\w+)\(([^)]*)\)", re.MULTILINE)
 
 
 @cache
@@ -46,3 +47,21 @@ def fields_of(struct: str, **nested: type[ctypes.Structure]) -> list[tuple[str, 
             field_type = ctypes.c_void_p if name != plain else nested.get(kind) or NUMBERS[kind]
             found.append((f"{plain}_" if keyword.iskeyword(plain) else plain, field_type))
     return found
+
+
+def declare_functions(library: ctypes.CDLL) -> None:
+    """Give the functions of a library the types of their arguments and results.
+
+    Raises:
+        AttributeError: the library lacks one.
+    """
+    for source in SOURCES.values():
+        for result, name, arguments in FUNCTION.findall(source.decode()):
+            function = getattr(library, name)
+            function.argtypes = list(map(_type_of, arguments.split(",")))
+            function.restype = NUMBERS.get(result)
+
+
+def _type_of(argument: str) -> type:
+    """The type of an argument such as `const weights *w`; structs and functions are passed by address."""
+    return ctypes.c_void_p if "*" in argument else NUMBERS.get(argument.split()[0], ctypes.c_void_p)

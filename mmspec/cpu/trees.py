@@ -6,9 +6,6 @@ What they compute is defined by `mmspec.engine.tree.sanitize` and `mmspec.engine
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +25,8 @@ def compiled_sanitize(
         return None
     if not _fit(tokens, (parents, node_mask), (root_ids,)):  # of a user's drafter: torch says what is wrong
         return None
-    functions = _functions()
-    if functions is None:
+    kernel = load_kernel()
+    if kernel is None:
         return None
     batch, size = tokens.shape
     tokens, parents, node_mask = tokens.contiguous(), parents.contiguous(), node_mask.contiguous()
@@ -41,7 +38,7 @@ def compiled_sanitize(
     out_tokens, out_parents, depths = numbers
     scratch = (ctypes.c_uint8 * (2 * size))()
     address = ctypes.addressof(scratch)
-    functions[0](
+    kernel.library.few_rows_sanitize(
         batch,
         size,
         *(part.data_ptr() for part in (tokens, parents, node_mask, root_ids, draftable)),
@@ -69,8 +66,8 @@ def compiled_accept_path(
         return None
     if not _fit(sampled_ids, (tokens, parents, node_mask), (max_emit, *masks[1:])):
         return None
-    functions = _functions()
-    if functions is None:
+    kernel = load_kernel()
+    if kernel is None:
         return None
     batch, size = sampled_ids.shape
     inputs = [part.contiguous() for part in (tokens, parents, node_mask, sampled_ids, max_emit)]
@@ -78,7 +75,7 @@ def compiled_accept_path(
     stop_ids = None if stop_ids is None else stop_ids.contiguous()
     path, emitted = torch.empty(2, batch, size, dtype=torch.long, device="cpu")
     counts = torch.empty_like(max_emit)
-    functions[1](
+    kernel.library.few_rows_accept(
         batch,
         size,
         *(part.data_ptr() for part in inputs),
@@ -101,17 +98,3 @@ def _fit(nodes: Tensor, same: tuple[Tensor, ...], per_row: tuple[Tensor, ...]) -
 
 def _stop_arguments(stop_ids: Tensor | None) -> tuple[int | None, int]:
     return (None, 0) if stop_ids is None else (stop_ids.data_ptr(), len(stop_ids))
-
-
-@cache
-def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The functions of trees.h; None where the kernel cannot be had."""
-    kernel = load_kernel()
-    if kernel is None:
-        return None
-    library, pointer, size = kernel.library, ctypes.c_void_p, ctypes.c_int64
-    sanitize, accept = library.few_rows_sanitize, library.few_rows_accept
-    sanitize.argtypes = [size, size, *[pointer] * 5, size, pointer, size, *[pointer] * 7]
-    accept.argtypes = [size, size, *[pointer] * 5, pointer, size, pointer, *[pointer] * 3]
-    sanitize.restype = accept.restype = None
-    return sanitize, accept

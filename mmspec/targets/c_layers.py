@@ -9,37 +9,19 @@ from torch import Tensor, nn
 from mmspec.cpu.layers import LayerWeights
 from mmspec.cpu.linear import is_replaced
 
+NORM_FIELDS = ("input_norm", "attention_out_norm", "post_norm", "mlp_out_norm")
+"""Attributes of `LayerWeights`."""
 NORM_NAMES = (
-    {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
-    {
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_attention_layernorm",
-        "post_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    },
-    {
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_self_attn_layernorm",
-        "post_norm": "post_attention_layernorm",
-        "mlp_out_norm": "post_mlp_layernorm",
-    },
-    {
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_norm1",
-        "post_norm": "post_attention_layernorm",
-        "mlp_out_norm": "post_norm2",
-    },
-    {
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_operator_norm",
-        "post_norm": "post_attention_layernorm",
-        "mlp_out_norm": "post_ffn_norm",
-    },
-    {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
-    {"input_norm": "input_layernorm"},
+    ("input_layernorm", "", "post_attention_layernorm", ""),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    ("input_layernorm", "post_operator_norm", "post_attention_layernorm", "post_ffn_norm"),
+    ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ("input_layernorm", "", "", ""),
 )
-"""Norms of a decoder layer: {attribute of `LayerWeights`: name in the layer}, of Llama, Gemma 2, GLM 4, HyperCLOVA X,
-LFM 3, OLMo 2 and Cohere; the last has one input for both parts."""
+"""Their names in a decoder layer, "" for none, of Llama, Gemma 2, GLM 4, HyperCLOVA X, LFM 3, OLMo 2 and Cohere;
+the last has one input for both parts."""
 ALIASES = {
     **{"feed_forward": "mlp", "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
     **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"},
@@ -88,7 +70,7 @@ def layer_weights(layer: Any) -> LayerWeights | None:
         found["per_layer_norm"] = parts.pop(PER_LAYER_NORM).weight
         parts.pop("act_fn")
     norms = {name: part for name, part in parts.items() if is_norm(part)}
-    names = next((one for one in NORM_NAMES if set(norms) == {*one.values()}), None)
+    names = next((one for one in NORM_NAMES if {*norms} == {*one} - {""}), None)
     others = [part for name, part in parts.items() if name not in norms and name != "mlp"]
     if names is None or mixer is None or "mlp" not in parts or len(others) != 1 or others[0] is not mixer:
         return None
@@ -99,9 +81,9 @@ def layer_weights(layer: Any) -> LayerWeights | None:
     gated = _gated(parts["mlp"]) or _experts(parts["mlp"])
     if mixed is None or gated is None:
         return None
-    found |= {**mixed, **gated, **dict.fromkeys(("input_norm", "post_norm"))}
-    found |= {name: norms[part].weight for name, part in names.items()}
-    if len(names) == 1:
+    found |= mixed | gated
+    found |= {name: norms[part].weight for name, part in zip(NORM_FIELDS, names, strict=True) if part}
+    if len(norms) == 1:
         found["post_norm"] = found["input_norm"]
     return LayerWeights(**found)
 
@@ -131,27 +113,24 @@ def _attention(attention: Any) -> dict[str, Any] | None:
         return None
     if gate is not None and gate.bias is not None:
         return None
-    found: dict[str, Any] = {"o": parts["o_proj"].weight, "o_bias": parts["o_proj"].bias}
-    found["head_gate"] = None if gate is None else gate.weight
-    found |= {name: head_norms[name].weight if name in head_norms else None for name in HEAD_NORMS}
+    found = {"o": parts["o_proj"].weight, "o_bias": parts["o_proj"].bias}
+    found |= {name: norm.weight for name, norm in head_norms.items()}
+    if gate is not None:
+        found["head_gate"] = gate.weight
     if names == {"qkv_proj", "o_proj"}:
         both, size = parts["qkv_proj"], int(attention.head_dim)
         kv_size = int(attention.num_key_value_heads) * size
         sizes = (both.out_features - 2 * kv_size, kv_size, kv_size)
-        biases = (None,) * 3 if both.bias is None else both.bias.split(sizes)
-        weights = dict(zip("qkv", both.weight.split(sizes), strict=True))
-        return found | weights | dict(zip(("q_bias", "k_bias", "v_bias"), biases, strict=True))
-    if names == {"q_proj", "o_proj"}:
-        missing = None
-    elif names == {"q_proj", "k_proj", "o_proj"}:
-        missing = parts["k_proj"]  # values are keys
-    else:
-        missing = parts.get("v_proj")
-        if names != set(PROJECTIONS):
-            return None
-    for name, linear in (("q", parts["q_proj"]), ("k", parts.get("k_proj")), ("v", missing)):
-        found |= {name: None, f"{name}_bias": None}
-        if linear is not None:
+        found |= dict(zip("qkv", both.weight.split(sizes), strict=True))
+        if both.bias is not None:
+            found |= dict(zip(("q_bias", "k_bias", "v_bias"), both.bias.split(sizes), strict=True))
+        return found
+    if names == {"q_proj", "k_proj", "o_proj"}:
+        parts["v_proj"] = parts["k_proj"]  # values are keys
+    elif names not in (set(PROJECTIONS), {"q_proj", "o_proj"}):
+        return None
+    for name in "qkv":
+        if (linear := parts.get(f"{name}_proj")) is not None:
             found |= {name: linear.weight, f"{name}_bias": linear.bias}
     return found
 
@@ -163,10 +142,9 @@ def _mixer_weights(mixer: Any, conv: Any, names: dict[str, str]) -> dict[str, An
     is_known = is_known and conv.stride == conv.dilation == (1,) and conv.padding_mode == "zeros"
     if not is_known or not all(is_plain_linear(parts[part]) for part in names.values()):
         return None
-    empty = dict.fromkeys(("k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_bias"))
-    biases = {f"{name}_bias": parts[part].bias for name, part in names.items() if f"{name}_bias" in empty}
+    biases = {f"{name}_bias": parts[names[name]].bias for name in ("q", "o")}
     weights = {name: parts[part].weight for name, part in names.items()}
-    return {**empty, **weights, **biases, "conv": conv.weight.squeeze(1), "conv_bias": conv.bias}
+    return {**weights, **biases, "conv": conv.weight.squeeze(1), "conv_bias": conv.bias}
 
 
 def _short_convolution(mixer: Any) -> dict[str, Any] | None:
@@ -200,7 +178,7 @@ def _gated(mlp: Any) -> dict[str, Tensor | None] | None:
         return {"gate": gate.weight, "gate_bias": gate.bias, "up": up.weight, "up_bias": up.bias, **down}
     if names == {"up_proj", "down_proj"}:
         first = parts["up_proj"]
-        return {"gate": first.weight, "gate_bias": first.bias, "up": None, "up_bias": None, **down}
+        return {"gate": first.weight, "gate_bias": first.bias, **down}
     if names != {"gate_up_proj", "down_proj"}:
         return None
     size, both = mlp.down_proj.in_features, mlp.gate_up_proj
@@ -226,10 +204,9 @@ def _experts(mlp: Any) -> dict[str, Tensor | None] | None:
         return None
     if not (experts.gate_up_proj.is_contiguous() and experts.down_proj.is_contiguous()):
         return None
-    names = ("gate_bias", "up", "up_bias", "down_bias")
     gate, down = experts.gate_up_proj.flatten(0, 1), experts.down_proj.flatten(0, 1)
     routed = {"router": router.weight, "router_bias": router._buffers.get(ROUTER_BIAS)}
-    return {"gate": gate, "down": down, **routed, **dict.fromkeys(names), **shared}
+    return {"gate": gate, "down": down, **routed, **shared}
 
 
 def shared_expert(mlp: Any) -> Any:
@@ -242,11 +219,11 @@ def _shared(expert: Any, gate: Any) -> dict[str, Tensor | None] | None:
     if expert is None:
         return None if gate is not None else {}
     found = _gated(expert)
-    if found is None or any(found[name] is not None for name in ("gate_bias", "up_bias", "down_bias")):
+    if found is None or any(found.get(name) is not None for name in ("gate_bias", "up_bias", "down_bias")):
         return None
     if gate is not None and (not is_plain_linear(gate) or gate.bias is not None):
         return None
-    weights = {f"shared_{name}": found[name] for name in ("gate", "up", "down")}
+    weights = {f"shared_{name}": found.get(name) for name in ("gate", "up", "down")}
     return weights | {"shared_router": None if gate is None else gate.weight}
 
 

@@ -169,33 +169,37 @@ def _shapes(
     """Sizes and traits that all layers share, with each way to rotate that there may be; empty if they share none."""
     config, mlps = adapter.text_config, [parts_of(layer)["mlp"] for layer in layers]
     mixers = [mixer_of(layer) for layer in layers]
+    pairs = list(zip(mixers, weights, strict=True))
     attentions = [one for one, kind in zip(mixers, types, strict=True) if kind in ATTENTION_TYPES]
-    deltas = [one for one, layer in zip(mixers, weights, strict=True) if layer.z is not None]
+    deltas = [one for one, layer in pairs if layer.z is not None]
     gated_norms = [parts_of(one)["norm"] for one in deltas]
     all_norms = [part for layer in layers for part in layer.modules() if is_norm(part) or is_bare_norm(part)]
     all_norms.append(parts_of(adapter.text_model)["norm"])
     norms = [one for one in all_norms if is_norm(one) and not any(one is other for other in gated_norms)]
     owners = _owners(weights, types)
-    constants: list[set[Any]] = [
-        {eps_of(norm) for norm in all_norms},
-        {(float(one.scaling), _softcap(one)) for one in attentions},
-        {one.z is not None for one in weights if one.conv is not None} or {False},
-        {(one.num_k_heads, one.num_v_heads, one.head_k_dim, one.head_v_dim) for one in deltas} or {(0, 0, 0, 0)},
-        {float(getattr(layer, "residual_multiplier", 1.0)) for layer in layers},
-        {is_parallel(layer) for layer in layers},
-        {layer.head_gate is not None for layer in weights if layer.conv is None},
-        {head_norms(one, layer) for one, layer in zip(mixers, weights, strict=True) if layer.conv is None},
-        {"v_norm" in parts_of(one) for one, layer in zip(mixers, weights, strict=True) if layer.k is not None},
-    ]
+    common: dict[str, set[Any]] = {
+        "eps": {eps_of(norm) for norm in all_norms},
+        "scaling": {float(one.scaling) for one in attentions},
+        "attention_softcap": {float(getattr(one, "attn_logit_softcapping", None) or 0.0) for one in attentions},
+        "delta_heads": {(one.num_k_heads, one.num_v_heads, one.head_k_dim, one.head_v_dim) for one in deltas}
+        or {(0,) * 4},
+        "residual_scale": {float(getattr(layer, "residual_multiplier", 1.0)) for layer in layers},
+        "is_parallel": {is_parallel(layer) for layer in layers},
+        "gates_heads": {layer.head_gate is not None for layer in weights if layer.conv is None},
+        "head_norms": {head_norms(one, layer) for one, layer in pairs if layer.conv is None},
+        "normalises_values": {"v_norm" in parts_of(one) for one, layer in pairs if layer.k is not None},
+    }
+    convolutions = {one.z is not None for one in weights if one.conv is not None}
     norm, routing = common_norm_traits(norms), routing_traits(mlps)
     activation = activation_of({id(part): part for mlp in mlps for part in activations_of(mlp)}.values())
     are_in_order = all(mixer.layer_idx == index for index, mixer in enumerate(mixers))
     if norm is None or activation is None or routing is None or owners is None:
         return []
-    if not are_in_order or any(len(one) != 1 for one in constants):
+    if not are_in_order or len(convolutions) > 1 or any(len(values) != 1 for values in common.values()):
         return []
+    constants = {name: values.pop() for name, values in common.items()}
     found = _head_sizes(config.num_attention_heads, mixers, weights, owners, rotaries)
-    if found is None or (routing and (constants[4] != {1.0} or constants[5] != {False})):
+    if found is None or (routing and (constants["residual_scale"] != 1 or constants["is_parallel"])):
         return []
     sizes, gates = found
     used = [size for size, one in zip(sizes, weights, strict=True) if one.conv is None]
@@ -207,32 +211,24 @@ def _shapes(
         num_heads=config.num_attention_heads,
         num_kv_heads=max(size[0] for size in used),
         head_dim=max(size[1] for size in used),
-        eps=eps_of(norms[-1]),
-        scaling=float(attentions[0].scaling),
         activation=activation,
         norm_offset=norm[0],
         rounds_twice=norm[1],
         is_centred=norm[2],
         embed_scale=embed_scale,
-        attention_softcap=_softcap(attentions[0]),
-        eager_attention=adapter.attention == "eager",
+        is_eager=adapter.attention == "eager",
         rotary_size=max(size[2] for size in used),
         windows=windows if any(windows) else (),
         head_sizes=tuple(sizes) if len(set(used)) > 1 else (),
         owners=tuple(owners) if owners != list(range(len(owners))) else (),
         gates_attention=gates,
-        delta_heads=constants[3].pop(),
-        residual_scale=constants[4].pop(),
-        is_parallel=constants[5].pop(),
-        gates_heads=constants[6].pop(),
-        head_norms=constants[7].pop(),
-        normalises_values=constants[8].pop(),
         shared_size=max(0 if one.shared_gate is None else one.shared_gate.shape[0] for one in weights),
+        **constants,
         **routing,
     )
     angles = next(one for one in rotaries if one is not None)(torch.arange(8, device="cpu"))[0]
     is_of_halves = torch.equal(*angles.chunk(2, -1))
-    candidates = [shape, replace(shape, interleaved=True)] if is_of_halves else [replace(shape, interleaved=True)]
+    candidates = [shape, replace(shape, is_interleaved=True)] if is_of_halves else [replace(shape, is_interleaved=True)]
     return candidates + [_without_positions(one, types) for one in candidates if {*ATTENTION_TYPES} <= {*types}]
 
 
@@ -288,7 +284,3 @@ def _layer_types(adapter: ModelAdapter, num_layers: int) -> list[str]:
     """Attention type of each layer."""
     types = getattr(adapter.text_model.config, "layer_types", None)
     return list(types) if types is not None else [min(adapter.layer_types)] * num_layers
-
-
-def _softcap(attention: Any) -> float:
-    return float(getattr(attention, "attn_logit_softcapping", None) or 0.0)

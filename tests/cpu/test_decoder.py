@@ -13,6 +13,7 @@ import emulated_avx512
 import pytest
 import torch
 from c_bugs import faulty_sources
+from dequantised import dequantise
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,7 +26,7 @@ from mmspec.cpu.decoder import (
     DecoderInputs,
 )
 from mmspec.cpu.layers import LAYER_MATRICES, DecoderShape, LayerWeights
-from mmspec.cpu.quantise import dequantise, quantise
+from mmspec.cpu.quantise import quantise
 from mmspec.cpu.weights import BFLOAT16_PAIRS, FLOAT_TYPES
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
@@ -45,7 +46,7 @@ SHAPES = {
     "as in Qwen 3 with experts": DecoderShape(
         *(48, 0, 4, 2, 12, 1e-6, 0.3), num_experts=40, expert_size=24, experts_per_token=8, windows=(0, 7),
     ),
-    "as in GLM": DecoderShape(40, 64, 4, 2, 24, 1e-6, 0.2, rotary_size=12, interleaved=True, windows=(0, 9)),
+    "as in GLM": DecoderShape(40, 64, 4, 2, 24, 1e-6, 0.2, rotary_size=12, is_interleaved=True, windows=(0, 9)),
     "as in GLM with experts": DecoderShape(
         *(37, 53, 3, 1, 6, 1e-5, 0.3), num_experts=7, expert_size=19, experts_per_token=3, shared_size=61,
         share_scale=1.5, is_sigmoid=True,
@@ -66,7 +67,7 @@ TREE_SHAPES = (
     *("as in GLM with experts", "as in OLMo 2", "as in LFM 3"),
 )
 LONG_SHAPES = {name: SHAPES[name] for name in ("odd sizes", "as in Gemma", "as in GLM", "grouped, wide heads")} | {
-    "eager": replace(SHAPES["grouped, wide heads"], eager_attention=True),
+    "eager": replace(SHAPES["grouped, wide heads"], is_eager=True),
     "many heads of 96": DecoderShape(64, 80, 16, 1, 96, 1e-6, 96**-0.5),
 }
 VOCAB = 45
@@ -74,7 +75,7 @@ VOCAB = 45
 
 def angles(shape: DecoderShape, positions: Tensor) -> tuple[Tensor, Tensor]:
     table = positions[:, None] * 0.3 ** torch.arange(shape.rotated // 2)
-    both = table.repeat_interleave(2, -1) if shape.interleaved else torch.cat((table, table), -1)
+    both = table.repeat_interleave(2, -1) if shape.is_interleaved else torch.cat((table, table), -1)
     return both.cos(), both.sin()
 
 
@@ -111,7 +112,7 @@ class Model:
 
         def rotate(x: Tensor) -> Tensor:
             x, rest = x[..., : s.rotated], x[..., s.rotated :]
-            if s.interleaved:
+            if s.is_interleaved:
                 turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
             else:
                 a, b = x.chunk(2, -1)
@@ -210,11 +211,13 @@ def make_model(shape: DecoderShape, num_layers: int = 2, extras: bool = False, s
     normed = (wide, narrow) if shape.head_norms == "all" else (size, size)
     layers = [
         LayerWeights(
-            norm(hidden), weight(wide, hidden), weight(narrow, hidden), weight(narrow, hidden),
-            maybe(weight(wide)), maybe(weight(narrow)), maybe(weight(narrow)), *map(maybe, map(norm, normed)),
-            weight(hidden, wide), maybe(weight(hidden)), norm(hidden), weight(inner, hidden), weight(inner, hidden),
-            maybe(weight(inner)), maybe(weight(inner)), weight(hidden, inner), maybe(weight(hidden)),
-            maybe(norm(hidden)), maybe(norm(hidden)),
+            input_norm=norm(hidden), q=weight(wide, hidden), k=weight(narrow, hidden), v=weight(narrow, hidden),
+            q_bias=maybe(weight(wide)), k_bias=maybe(weight(narrow)), v_bias=maybe(weight(narrow)),
+            q_norm=maybe(norm(normed[0])), k_norm=maybe(norm(normed[1])),
+            o=weight(hidden, wide), o_bias=maybe(weight(hidden)), post_norm=norm(hidden),
+            gate=weight(inner, hidden), up=weight(inner, hidden), gate_bias=maybe(weight(inner)),
+            up_bias=maybe(weight(inner)), down=weight(hidden, inner), down_bias=maybe(weight(hidden)),
+            attention_out_norm=maybe(norm(hidden)), mlp_out_norm=maybe(norm(hidden)),
         )
         for _ in range(num_layers)
     ]  # fmt: skip
@@ -348,7 +351,7 @@ def test_quantised_weights_give_nearly_the_logits_of_what_they_stand_for(kernel:
 def test_forwards_in_half_precision_are_near_the_reference(
     kernel: CKernel, name: str, dtype: torch.dtype, eager: bool
 ) -> None:
-    model = in_type(make_model(replace(SHAPES[name], eager_attention=eager), extras=True), dtype)
+    model = in_type(make_model(replace(SHAPES[name], is_eager=eager), extras=True), dtype)
     inputs = make_inputs(model, [8, 5, 20], 6, padded=True)
     for got, want in zip(run(model, kernel, inputs), model.reference(inputs), strict=True):
         assert got.dtype is dtype

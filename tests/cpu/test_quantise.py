@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dequantised import dequantise
 from torch import Tensor
 
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
-from mmspec.cpu.quantise import dequantise, quantise
+from mmspec.cpu.quantise import quantise
 from mmspec.cpu.weights import GROUP, QuantisedWeight
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
