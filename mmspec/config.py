@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mmspec.economy.chooser import DEFAULT_TREE_SIZE
@@ -16,19 +16,6 @@ from mmspec.resolve import DrafterCache, check_compressor, own_compressor, resol
 
 logger = logging.getLogger("mmspec")
 
-PER_CALL_OPTIONS = (
-    "enabled",
-    "drafter",
-    "compressor",
-    "tree_size",
-    "deterministic",
-    "backend",
-    "reuse_prefix",
-    "reference",
-    "reference_ids",
-    "observers",
-)
-"""Keys of `generate(..., mmspec=dict(...))`."""
 BACKEND_NAMES = ("auto", "torch", "c", "recorded")
 """Values of the option `backend`: who computes the rounds of a call."""
 REMOVED_OPTIONS = {"learn": "n-grams of all outputs are counted without it"}
@@ -91,6 +78,10 @@ class SpecConfig:
     def active_compressor(self) -> Compressor | None:
         """The chosen compressor, else the drafter's own, else None."""
         return own_compressor(self.drafter) if self.compressor is None else self.compressor
+
+
+PER_CALL_OPTIONS = ("enabled", "reference", *(option.name for option in fields(SpecConfig)))
+"""Keys of `generate(..., mmspec=dict(...))`."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import logging
 import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -47,6 +49,40 @@ def cost_rows(num_rows: int, batch: int) -> int:
     return min(batch, 1 << max(0, num_rows - 1).bit_length())
 
 
+@dataclass
+class _Measured:
+    """What was measured of one kind and number of rows, by size.
+
+    Attributes:
+        last: the last measurements.
+        points: the estimates.
+        known: sizes whose measurements agree.
+        curve: (size, seconds) that follow from the estimates.
+        lately: sizes that were measured since the last ones were let go.
+    """
+
+    last: dict[int, deque[float]] = field(default_factory=dict)
+    points: dict[int, float] = field(default_factory=dict)
+    known: set[int] = field(default_factory=set)
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    lately: list[int] = field(default_factory=list)
+
+    def forget_stale(self, size: int) -> bool:
+        """Count `size`; let go of sizes that were not measured lately, but of the smallest and the largest one."""
+        self.lately.append(size)
+        if len(self.lately) < STALE:
+            return False
+        stale = self.last.keys() - {*self.lately, min(self.last), max(self.last)}
+        self.lately.clear()
+        for one in stale:
+            del self.last[one], self.points[one]
+            self.known.discard(one)
+        return bool(stale)
+
+
+_NOTHING = _Measured()
+
+
 class Seconds:
     """Seconds of what is done in rounds. Sizes that were not measured are predicted from those that were.
 
@@ -56,12 +92,8 @@ class Seconds:
 
     def __init__(self, step: float = NODE_COST["cpu"]) -> None:
         self.step = step
-        self._last: dict[tuple[Hashable, int], dict[int, deque[float]]] = {}
-        self._curves: dict[tuple[Hashable, int], list[tuple[int, float]]] = {}
-        self._points: dict[tuple[Hashable, int], dict[int, float]] = {}
-        self._known: dict[tuple[Hashable, int], set[int]] = {}
+        self._measured: dict[tuple[Hashable, int], _Measured] = {}
         self._memo: dict[Hashable, dict[tuple[int, int], float | None]] = {}
-        self._lately: dict[tuple[Hashable, int], list[int]] = {}
         self._lock = new_lock()
 
     def add(self, what: Hashable, rows: int, size: int, seconds: float) -> None:
@@ -69,43 +101,27 @@ class Seconds:
         if not is_measured(seconds):
             return
         with self._lock:
-            last = self._last.setdefault((what, rows), {}).setdefault(size, deque(maxlen=WINDOW))
+            one = self._measured.get((what, rows)) or _Measured()
+            last = one.last.setdefault(size, deque(maxlen=WINDOW))
             last.append(seconds)
-            self._forget(what, rows, size)
+            changed = one.forget_stale(size)
             runs = sorted(last)
-            points, known = self._points.setdefault((what, rows), {}), self._known.setdefault((what, rows), set())
             value, agrees = runs[(len(runs) - 1) // 3], len(runs) > 1 and runs[1] <= AGREE * runs[0]
-            if abs(value - points.get(size, math.inf)) <= SAME * value and agrees == (size in known):
-                return  # most measurements change nothing: this is done in each round
-            points[size] = value
-            (known.add if agrees else known.discard)(size)
-            self._curves[what, rows] = self._curve(rows, points, known)
-            self._memo[what] = {}
-
-    def _forget(self, what: Hashable, rows: int, size: int) -> None:
-        """Let go of sizes that were not measured lately, but of the smallest and the largest one."""
-        key = what, rows
-        lately, sizes = self._lately.setdefault(key, []), self._last[key]
-        lately.append(size)
-        if len(lately) < STALE:
-            return
-        stale = sizes.keys() - {*lately, min(sizes), max(sizes)}
-        lately.clear()
-        for one in stale & self._points[key].keys():
-            del sizes[one], self._points[key][one]
-            self._known[key].discard(one)
-        if stale:
-            self._curves[key] = self._curve(rows, self._points[key], self._known[key])
-            self._memo[what] = {}
+            if abs(value - one.points.get(size, math.inf)) > SAME * value or agrees != (size in one.known):
+                one.points[size], changed = value, True
+                (one.known.add if agrees else one.known.discard)(size)
+            if changed:  # most measurements change nothing: this is done in each round
+                one.curve = self._curve(rows, one.points, one.known)
+                self._measured[what, rows], self._memo[what] = one, {}
 
     def count(self, what: Hashable, rows: int, size: int | None = None) -> int:
         """Measurements that the estimate is of; of all sizes together without one."""
-        sizes = self._last.get((what, rows), {})
+        sizes = self._measured.get((what, rows), _NOTHING).last
         return sum(map(len, list(sizes.values()))) if size is None else len(sizes.get(size, ()))
 
     def is_known(self, what: Hashable, rows: int, size: int | None = None) -> bool:
         """Whether an estimate is of measurements that agree; of any size without one."""
-        known = self._known.get((what, rows), ())
+        known = self._measured.get((what, rows), _NOTHING).known
         return bool(known) if size is None else size in known
 
     def get(self, what: Hashable, rows: int, size: int) -> float | None:
@@ -117,15 +133,15 @@ class Seconds:
             return found
 
     def _estimate(self, what: Hashable, rows: int, size: int) -> float | None:
-        own = self._curves.get((what, rows))
-        value = math.inf if own is None else self._on(own, rows, size)
+        own = self._measured.get((what, rows))
+        value = math.inf if own is None else self._on(own.curve, rows, size)
         if not self.is_known(what, rows):  # nothing worse than other numbers of rows let expect follows from first runs
-            others = [other for kind, other in list(self._curves) if kind == what and other != rows]
+            others = [other for kind, other in list(self._measured) if kind == what and other != rows]
             known = [other for other in others if self.is_known(what, other)] or (others if own is None else [])
             if known:
                 nearest = min(known, key=lambda other: abs(math.log(other / rows)))
                 ratio = self.assumed(rows, size) / self.assumed(nearest, size)
-                value = min(value, ratio * self._on(self._curves[what, nearest], nearest, size))
+                value = min(value, ratio * self._on(self._measured[what, nearest].curve, nearest, size))
         return None if value == math.inf else value
 
     def assumed(self, rows: int, size: int) -> float:
@@ -166,7 +182,7 @@ class Seconds:
     def snapshot(self) -> list[list[Any]]:
         """[what, rows, size, seconds] of the estimates, ready for JSON."""
         with self._lock:
-            return [[what, rows, *point] for (what, rows), curve in self._curves.items() for point in curve]
+            return [[what, rows, *point] for (what, rows), one in self._measured.items() for point in one.curve]
 
     def restore(self, measured: Iterable[Sequence[Any]]) -> None:
         """Take over what another process measured, as one measurement each, where nothing was measured here.
@@ -186,12 +202,7 @@ class Seconds:
         """An independent table with the same measurements."""
         twin = Seconds(self.step)
         with self._lock:
-            twin._last = {
-                key: {size: deque(one, WINDOW) for size, one in sizes.items()} for key, sizes in self._last.items()
-            }
-            twin._curves = dict(self._curves)
-            twin._points = {key: dict(points) for key, points in self._points.items()}
-            twin._known = {key: set(known) for key, known in self._known.items()}
+            twin._measured = copy.deepcopy(self._measured)
         return twin
 
 

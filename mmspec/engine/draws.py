@@ -118,20 +118,18 @@ class ForbidDraws(_DrawMode):
 class PrivateDraws(_DrawMode):
     """Context in which draws from the default generators come from generators of its own.
 
-    These start in the state of the default ones, or from a seed, and follow `torch.manual_seed` within the context.
+    These start in the state of the default ones, and follow `torch.manual_seed` within the context.
     Such a seed is undone at the end, which is the one case in which a default generator is set; it is recognised by the
     state, which no draw leaves.
     """
 
-    def __init__(self, seed: int | None = None, expected_state: Callable[[], Tensor | None] | None = None) -> None:
+    def __init__(self, expected_state: Callable[[], Tensor | None] | None = None) -> None:
         """
         Args:
-            seed: of the private generators.
             expected_state: state of the CPU's (or the sampling device's) default generator as the caller leaves it, if
                 it advances within the context; None: as at the beginning.
         """
         super().__init__()
-        self._seed = seed
         self._expected_state = expected_state
         self._generators: dict[torch.device, tuple[torch.Generator, Tensor]] = {}  # and the default one's last state
 
@@ -144,13 +142,10 @@ class PrivateDraws(_DrawMode):
         state = default.get_state()
         if default.device not in self._generators:
             private = torch.Generator(default.device)
-            if self._seed is None:
-                private.set_state(state)
-            else:
-                private.manual_seed(self._seed)
+            private.set_state(state)
         else:
             private, last = self._generators[default.device]
-            if self._seed is None and not torch.equal(state, last):
+            if not torch.equal(state, last):
                 private.set_state(state)  # seeded within the context, or moved by other code, which loses nothing
         self._generators[default.device] = private, state
         return private

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,17 +138,14 @@ def verified_parts(kernel: CKernel, call: NodeCall) -> DecoderParts | None:
 
 
 def _agreeing_shape(kernel: CKernel, call: NodeCall) -> DecoderShape | None:
+    """Of the first reading of the modules that computes what the model does."""
     try:
-        return next((parts.shape for parts in _agreeing(kernel, call)), None)
+        for parts in read_parts(call.adapter):
+            if all(_agree(kernel, *view, parts) for view in _views(call, parts.ends.embeddings.dtype)):
+                return parts.shape
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):  # modules with parts that are not known
-        return None
-
-
-def _agreeing(kernel: CKernel, call: NodeCall) -> Iterator[DecoderParts]:
-    """The readings of the modules that compute what the model does."""
-    for parts in read_parts(call.adapter):
-        if all(_agree(kernel, *view, parts) for view in _views(call, parts.ends.embeddings.dtype)):
-            yield parts
+        pass
+    return None
 
 
 def _views(call: NodeCall, dtype: torch.dtype) -> list[tuple[NodeCall, int]]:
@@ -187,7 +184,7 @@ def _agree(kernel: CKernel, call: NodeCall, shift: int, parts: DecoderParts) -> 
 
         def score(model: Any) -> Tensor:
             cache.begin_forward(tree.num_nodes)
-            forward = NodeForward(adapter, call.template, model, window if parts.shape.windows else None)
+            forward = NodeForward(adapter, call.template, lambda: model, window if parts.shape.windows else None)
             with call.logged():
                 return forward(tree, cache, tensors, ())[0].float()
 

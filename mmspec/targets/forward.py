@@ -6,8 +6,9 @@ no value on the host, so that over a `RecordedKVCache` it can be recorded and re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,26 +67,34 @@ class NodeForward:
 
     Attributes:
         adapter: of the model.
-        model: whose forward runs: the adapter's, or a copy with fewer layers.
         template: inputs of the forward that are the same in every round.
     """
 
     def __init__(
-        self, adapter: ModelAdapter, template: Mapping[str, Any], model: Any = None, window: int | None = None
+        self,
+        adapter: ModelAdapter,
+        template: Mapping[str, Any],
+        make_model: Callable[[], Any] | None = None,
+        window: int | None = None,
     ) -> None:
         """
         Args:
             adapter: of the model.
             template: see the attributes.
-            model: see the attributes; None for the adapter's.
+            make_model: makes a copy of the model, with fewer layers for example; None for the adapter's.
             window: of layers that have one; None for the model's.
         """
         self.adapter = adapter
-        self.model = adapter.model if model is None else model
+        self._make_model = make_model
         self.template = dict(template)
         self._layer_types = adapter.layer_types
         self._window = adapter.sliding_window if window is None else window
         self._has_one_mask = takes_one_mask(adapter)
+
+    @cached_property
+    def model(self) -> Any:
+        """Whose forward runs. Made when it first does, which is hardly ever where rounds are in C."""
+        return self.adapter.model if self._make_model is None else self._make_model()
 
     @property
     def constants(self) -> str:

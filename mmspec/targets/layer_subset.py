@@ -7,7 +7,7 @@ to process and no second cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,19 +29,6 @@ from mmspec.targets.quantised_copy import (
     num_copied_weights,
     quantised_copy,
 )
-
-
-class DeferredForward(NodeForward):
-    """A `NodeForward` that is made when it is first needed. Where rounds are in C it hardly ever is."""
-
-    def __init__(self, make: Callable[[], NodeForward]) -> None:
-        self._make = make
-
-    def __getattr__(self, name: str) -> Any:  # of an attribute that is not there yet
-        if name.startswith("__") or "template" in vars(self):
-            raise AttributeError(name)
-        vars(self).update(vars(self._make()))
-        return getattr(self, name)
 
 
 class CallLayerSubsets:
@@ -107,12 +94,8 @@ class CallLayerSubsets:
     def open(self, layers: Sequence[int]) -> DraftTarget:
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call
         twin.c_forwards = None if self._c_forwards is None else self._c_forwards.restrict(layers)
-
-        def forward() -> NodeForward:
-            model = self._access.restrict(self._model, layers)
-            return NodeForward(self._target.adapter, self._target.node_forward.template, model)
-
-        twin.node_forward = forward() if twin.c_forwards is None else DeferredForward(forward)
+        own = self._target.node_forward
+        twin.node_forward = NodeForward(own.adapter, own.template, lambda: self._access.restrict(self._model, layers))
         return twin
 
 

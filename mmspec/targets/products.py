@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,61 +22,29 @@ QUANTISED_ROWS = 1024
 """Rows of a weight that are quantised at once."""
 
 
-class PackedWeight(Protocol):
-    """A weight in few bits."""
+@dataclass(frozen=True)
+class CProducts:
+    """Quantises weights for the C kernel, and multiplies rows with them."""
 
-    @property
-    def bits(self) -> int:
-        """Of a number."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[out features, in features]."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of the numbers and their scales."""
-
-
-class Products(Protocol):
-    """Quantises weights, and multiplies rows with them."""
+    kernel: CKernel
 
     def fits(self, weight: Tensor) -> bool:
         """Whether a weight of this shape can be quantised."""
+        return min(weight.shape) >= TILE_ROWS
 
     def free_bytes(self) -> int:
         """Free memory where the copies lie."""
+        return free_bytes()
 
     def quantise(self, weight: Tensor, bits: int, mean_squares: Tensor | None, new: NewBytes) -> PackedWeight:
         """A weight [out, in] in 4 or 8 bits; errors count by the [in] mean squares of its inputs, if they are known.
 
         `new` makes its memory, on a CPU.
         """
-
-    def linear(self, weight: PackedWeight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
-        """[R, out] of rows [R, in], in their type; None for rows that have no such product."""
-
-
-@dataclass(frozen=True)
-class CProducts:
-    """Those of the C kernel."""
-
-    kernel: CKernel
-
-    def fits(self, weight: Tensor) -> bool:
-        """See `Products`."""
-        return min(weight.shape) >= TILE_ROWS
-
-    def free_bytes(self) -> int:
-        """See `Products`."""
-        return free_bytes()
-
-    def quantise(self, weight: Tensor, bits: int, mean_squares: Tensor | None, new: NewBytes) -> PackedWeight:
-        """See `Products`."""
         return quantise(self.kernel, weight, bits, mean_squares, new)
 
     def linear(self, weight: PackedWeight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
-        """See `Products`."""
+        """[R, out] of rows [R, in], in their type; None for rows that have no such product."""
         assert isinstance(weight, QuantisedWeight)
         parts = [self.kernel.linear(weight, bias, part) for part in rows.split(MAX_C_ROWS)]
         found = [part for part in parts if part is not None]
@@ -108,7 +75,7 @@ class TorchWeight:
 
 @dataclass(frozen=True)
 class TorchProducts:
-    """Those of torch: `_weight_int4pack_mm` with groups of 32 columns, `_weight_int8pack_mm` with a scale for each row.
+    """The same by torch: `_weight_int4pack_mm` with groups of 32 columns, `_weight_int8pack_mm` with a scale per row.
 
     In bfloat16, whatever the rows are: that is what a GPU has.
     """
@@ -116,18 +83,18 @@ class TorchProducts:
     device: torch.device
 
     def fits(self, weight: Tensor) -> bool:
-        """See `Products`."""
+        """See `CProducts`."""
         rows, cols = weight.shape
         return rows % 16 == 0 and cols % (16 * INNER_TILES) == 0
 
     def free_bytes(self) -> int:
-        """See `Products`."""
+        """See `CProducts`."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_bytes()
 
     def quantise(
         self, weight: Tensor, bits: int, mean_squares: Tensor | None, new: NewBytes = new_bytes
     ) -> PackedWeight:
-        """See `Products`."""
+        """See `CProducts`."""
         shape = weight.shape[0], weight.shape[1]
         largest = 127 if bits == 8 else 7
         numbers, scales = [], []
@@ -144,7 +111,7 @@ class TorchProducts:
         return TorchWeight(self._pack(data + 8), torch.stack([scale, torch.zeros_like(scale)], -1), shape, bits)
 
     def linear(self, weight: PackedWeight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
-        """See `Products`."""
+        """See `CProducts`."""
         assert isinstance(weight, TorchWeight)
         inputs = rows.to(torch.bfloat16)
         if weight.bits == 8:
@@ -162,6 +129,10 @@ class TorchProducts:
             return torch._convert_weight_to_int4pack_for_cpu(numbers, 1)
         pairs = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
         return torch._convert_weight_to_int4pack(pairs, INNER_TILES)
+
+
+PackedWeight = QuantisedWeight | TorchWeight
+Products = CProducts | TorchProducts
 
 
 def best_scales(groups: Tensor, costs: Tensor | None, largest: int) -> Tensor:
