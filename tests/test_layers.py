@@ -30,7 +30,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.prefix",
         "engine.gather",
         "engine.host_copy",
-        "engine.row_state",
         "engine.revision",
         "engine.draws",
         "engine.undo",
@@ -48,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "economy.chooser",
     ),
     (
+        "engine.round_plan",
         "engine.sampler",
         "engine.rng",
         "engine.criteria",
@@ -77,7 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "ray"),
 )
 LOOP_IMPORTS = {
-    "engine.verifier", "engine.recorded", "engine.output", "engine.row_state", "engine.tree",
+    "engine.verifier", "engine.recorded", "engine.output", "engine.round_plan", "engine.tree",
     "engine.sampler",
     "economy.chooser", "metrics.*", "interfaces.*", "messages",
 }  # fmt: skip

@@ -2,11 +2,11 @@
 
 One round (`DecodeLoop.round`):
 
-    plan = _plan(...)                   a draft tree (the root alone is plain decoding), or a `DraftPart`
-    verified = recorded.run(plan)       the whole round as one recorded function, where that is possible, else
-              _run_eager(plan)          sanitize: drop what must not be scored; target.score: one forward over the
+    plan = _plan(...)                   a draft tree; the root alone is plain decoding
+    verified = _run_parts(plan)         sanitize: drop what must not be scored; target.score: one forward over the
                                         nodes of all rows; verify: sample an id at every node, accept the path of
                                         matching nodes, copy to the host
+              recorded.run(plan)        the same as one recorded function, on a GPU where that is possible
     _commit(verified)                   target.commit: keep the accepted nodes in the KV cache, where that is not done;
                                         output.emit: append the emitted tokens to each row
     drafter.observe(result)             let the drafter follow
@@ -33,7 +33,8 @@ from torch import Tensor
 
 from mmspec.economy.chooser import Chooser
 from mmspec.engine.output import OutputBuffer
-from mmspec.engine.recorded import RecordedRounds, RoundPlan, can_record_rounds
+from mmspec.engine.recorded import RecordedRounds, can_record_rounds
+from mmspec.engine.round_plan import RoundPlan
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
 from mmspec.engine.verifier import Verified, confirm, verify
@@ -154,15 +155,15 @@ class DecodeLoop:
         if verified is None:
             if plan.part is not None:
                 plan, built = self._plan(state, whole=False), self._now()
-            verified = self._run_eager(plan)
+            verified = self._run_parts(plan)
         if isinstance(verified, Exception):
             self._disable_speculation(verified)  # nothing is committed: the next round scores the root alone
             return
         accepted = self._now()
-        result, active = verified.result, self._active_rows(plan.rows.host_max_emit)
+        result, active = verified.result, self._active_rows(plan.rows.max_emit)
         self._commit(plan, verified)
         emitted = self._now()
-        result = result.of_rows(active, plan.rows.finished)
+        result = result.of_rows(active, plan.rows.on_device.finished)
         self._notify(state, result, plan.num_proposed)
         if plan.part is None:
             self._ask(self._hook, self.drafter.observe, state, self._result_for_drafter(result), verified.hidden_states)
@@ -180,9 +181,9 @@ class DecodeLoop:
         """
         start = time.perf_counter()
         rows = self.output.row_state(1)
-        scored = self.target.score(self._root.with_root(rows.root_ids))
+        scored = self.target.score(self._root.with_root(rows.on_device.root_ids))
         verified = verify(self.output, self.sampler.own, self._root, scored, rows)
-        accepted, active = time.perf_counter(), self._active_rows(rows.host_max_emit)
+        accepted, active = time.perf_counter(), self._active_rows(rows.max_emit)
         self._commit(RoundPlan(1, rows), verified)
         result, times = verified.result, RoundTimes(0.0, accepted - start, time.perf_counter() - accepted)
         self.stats.add_round(1, result.tree_sizes, result.emitted_ids, active, times)
@@ -248,7 +249,7 @@ class DecodeLoop:
             draft, num_proposed = self._ask(self._draft, state) or (None, None)
         num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
         rows = self.output.row_state(num_nodes)
-        root = self._root.with_root(rows.root_ids)
+        root = self._root.with_root(rows.on_device.root_ids)
         if num_nodes == 1:
             return RoundPlan(1, rows, root, num_proposed=num_proposed)
         tree = (root if draft is None else draft).pad(num_nodes)
@@ -297,16 +298,17 @@ class DecodeLoop:
 
     # --- the round ----------------------------------------------------------------------------------------------------
 
-    def _run_eager(self, plan: RoundPlan) -> Verified | Exception:
+    def _run_parts(self, plan: RoundPlan) -> Verified | Exception:
         """What the parts emit, one by one: unfinished rows may wait, finished rows emit a chain of pad ids."""
         rows, tree = plan.rows, plan.tree
         assert tree is not None
         if plan.num_nodes > 1:
-            tree = sanitize(tree, rows.root_ids, self.draftable, self.output.stop_ids)
-            if rows.finished is not None:
-                tree = replace_with_chain(tree, rows.finished, self.output.pad_token_id)
+            there = rows.on_device
+            tree = sanitize(tree, there.root_ids, self.draftable, self.output.stop_ids)
+            if there.finished is not None:
+                tree = replace_with_chain(tree, there.finished, self.output.pad_token_id)
         indices = self.drafter.requirements.hidden_state_indices
-        scored = self.target.score(tree, indices, [limit > 0 for limit in rows.host_max_emit])
+        scored = self.target.score(tree, indices, [limit > 0 for limit in rows.max_emit])
         try:
             return verify(self.output, self.sampler, tree, scored, rows, self._top_k(plan))
         except Exception as error:
@@ -314,14 +316,12 @@ class DecodeLoop:
 
     def _top_k(self, plan: RoundPlan) -> int:
         """Ids of the largest logits of each node that the drafter reads after this round."""
-        return self.drafter.requirements.top_k if plan.has_draft else 0
+        return 0 if plan.num_proposed is None else self.drafter.requirements.top_k
 
     def _commit(self, plan: RoundPlan, verified: Verified) -> None:
         """Keep what was accepted: in the KV cache, and in the output."""
-        if verified.committed is not None:
-            assert isinstance(self.target, RecordableTarget)
-            rows = zip(plan.rows.host_root_ids, verified.result.emitted_ids, strict=True)
-            self.target.follow_part([[root, *ids[:-1]] if ids else [] for root, ids in rows], verified.committed)
+        if verified.committed is not None and self.recorded is not None:
+            self.recorded.follow(plan, verified.result, verified.committed)
         else:
             self.target.commit(verified.result)
         self.output.emit(verified.result, verified.scores, verified.logits, plan.rows)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmspec.engine.criteria import CriterionInputs, StepCriteria
 from mmspec.engine.rng import SamplingNoise
-from mmspec.engine.row_state import RowState
+from mmspec.engine.round_plan import RowState
 from mmspec.interfaces import VerifyResult
 
 INITIAL_STEPS = 256
@@ -187,7 +187,7 @@ class OutputBuffer:
     def row_state(self, num_nodes: int) -> RowState:
         """The rows before a round of `num_nodes` nodes."""
         root_ids = [row[-1] if row else 0 for row in self.emitted]
-        finished = self.finished if self.sync_finished_rows else []
+        finished = self.finished if self.sync_finished_rows and any(self.finished) else []
         limits = self.max_emit(num_nodes)
         return RowState(root_ids, self.num_emitted, limits, finished, self.sequences.device)
 
@@ -378,7 +378,7 @@ class OutputBuffer:
         num_nodes = result.tokens.shape[1]
         offset = torch.arange(num_nodes, device=self.sequences.device)
         rows = self.row_state(num_nodes) if rows is None else rows
-        start = rows.num_emitted[:, None] + self.prompt_length
+        start = rows.on_device.num_emitted[:, None] + self.prompt_length
         unused = self.sequences.shape[1] - 1
         index = torch.where(offset < result.counts[:, None], start + offset, unused)
         self.sequences.scatter_(1, index, result.tokens)

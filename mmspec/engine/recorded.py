@@ -8,7 +8,6 @@ of the tree depends on the draft, the draft is a function of its own, and its tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,36 +16,12 @@ from mmspec.engine.kv_cache import length_bucket
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recordings import Recordings, recordable_mode
 from mmspec.engine.round import RoundFunction
-from mmspec.engine.row_state import RowState
+from mmspec.engine.round_plan import RoundPlan, RowTensors
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.engine.verifier import Verified, resize
-from mmspec.interfaces import Drafter, Target
+from mmspec.interfaces import Drafter, Target, VerifyResult
 from mmspec.interfaces.round import ROUND, DraftPart, RecordableTarget, ScorePart
-
-
-@dataclass
-class RoundPlan:
-    """What the coming round scores.
-
-    Attributes:
-        num_nodes: N.
-        rows: the rows before it.
-        tree: the tree, not sanitized; None if it is drafted within the round.
-        part: the draft within the round, or None.
-        num_proposed: nodes that the drafter proposed for it; None if it was not called.
-    """
-
-    num_nodes: int
-    rows: RowState
-    tree: DraftTree | None = None
-    part: DraftPart | None = None
-    num_proposed: int | None = None
-
-    @property
-    def has_draft(self) -> bool:
-        """Whether the drafter was called."""
-        return self.num_proposed is not None
 
 
 class RecordedRounds:
@@ -80,7 +55,7 @@ class RecordedRounds:
 
     def is_for(self, plan: RoundPlan) -> bool:
         """Whether a round may be recorded."""
-        return plan.part is not None or (ROUND not in self._recordings.in_parts and not plan.rows.host_finished)
+        return plan.part is not None or (ROUND not in self._recordings.in_parts and not plan.rows.finished)
 
     def run(self, plan: RoundPlan, top_k: int) -> Verified | RuntimeError | None:
         """What one recorded round emits, or its error at a draft; None after a failure, which changes nothing.
@@ -101,12 +76,17 @@ class RecordedRounds:
         end = len(outputs) - score.num_kept
         (_, read, *rest), advanced = outputs[:end], outputs[end:]
         tree = self._sized_tree(plan.num_nodes) if draft is not None else _as_tree(rest)
-        result, has_nan = function.reader.read(read, tree, plan.rows.host_max_emit)
+        result, has_nan = function.reader.read(read, tree, plan.rows.max_emit)
         if has_nan:
             return RuntimeError(self._sampler.nan_message)
         if draft is None:
             return Verified(result, dict(zip(indices, rest[5:], strict=True)), committed=advanced)
         return Verified(result, {0: rest[0]}, committed=advanced, kept=tuple(rest[1:]))
+
+    def follow(self, plan: RoundPlan, result: VerifyResult, committed: Sequence[Tensor]) -> None:
+        """Let the target know what a recorded round has accepted (`Verified.committed`)."""
+        rows = zip(plan.rows.root_ids, result.emitted_ids, strict=True)
+        self._target.follow_part([[root, *ids[:-1]] if ids else [] for root, ids in rows], committed)
 
     def _replay(self, function: RoundFunction, plan: RoundPlan, score: ScorePart) -> tuple[Tensor, ...] | None:
         """The outputs of the function; None after a failure."""
@@ -134,9 +114,9 @@ class RecordedRounds:
         table = [
             [root, emitted, limit, limit > 1, length, start + emitted, ignored, *numbers]
             for root, emitted, limit, length, ignored, numbers in zip(
-                rows.host_root_ids,
-                rows.host_num_emitted,
-                rows.host_max_emit,
+                rows.root_ids,
+                rows.num_emitted,
+                rows.max_emit,
                 score.lengths,
                 self._ignored,
                 others,
@@ -145,11 +125,11 @@ class RecordedRounds:
         ]
         if output.noise is not None:
             noise_end = output.noise_end(plan.num_nodes)
-            slots = output.noise.slots(rows.host_num_emitted, function.reader.max_steps, noise_end)
+            slots = output.noise.slots(rows.num_emitted, function.reader.max_steps, noise_end)
             table = [row + more for row, more in zip(table, slots, strict=True)]
         columns = from_host(table, device)
         root_ids, num_emitted, max_emit = columns[:, :3].unbind(1)
-        rows.on_device = root_ids, num_emitted, max_emit, None
+        rows.on_device = RowTensors(root_ids, num_emitted, max_emit, None)
         if draft is None:
             assert plan.tree is not None
             trees = [part.to(device) for part in (plan.tree.tokens, plan.tree.parents, plan.tree.node_mask)]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from mmspec.engine.accept import accept_path
 from mmspec.engine.output import OutputBuffer
-from mmspec.engine.row_state import RowState
+from mmspec.engine.round_plan import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.target import VerifyResult
@@ -72,21 +72,22 @@ def verify(
         raw_logits,
         tree,
         sequences,
-        rows.host_num_emitted,
+        rows.num_emitted,
         output.prompt_length,
         output.noise_end(tree.num_nodes),
-        rows.num_emitted,
+        rows.on_device.num_emitted,
     )
+    _, _, max_emit, finished = rows.on_device
     if output.stepwise:
         output.apply_user_edits()
-    if rows.finished is not None:  # the pad id replaces every sampled id
-        sampled_ids = torch.where(rows.finished[:, None], output.pad_token_id, sampled_ids)
-    parts = accept_path(tree, sampled_ids, rows.max_emit, output.stop_ids, rows.finished)
+    if finished is not None:  # the pad id replaces every sampled id
+        sampled_ids = torch.where(finished[:, None], output.pad_token_id, sampled_ids)
+    parts = accept_path(tree, sampled_ids, max_emit, output.stop_ids, finished)
     reader = RoundReader(
         tree.num_nodes, tree.num_nodes, min(top_k, raw_logits.shape[-1]), is_nan is not None, tree.num_nodes == 1
     )
     read = reader.pack(parts, tree, is_nan, raw_logits)
-    result, has_nan = reader.read(read, tree, rows.host_max_emit, parts)
+    result, has_nan = reader.read(read, tree, rows.max_emit, parts)
     if has_nan:
         raise RuntimeError(sampler.nan_message)
     return Verified(result, hidden_states, scores, raw_logits)

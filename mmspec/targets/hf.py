@@ -243,18 +243,13 @@ class HFTarget:
     def _score_in_model(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """`score` by the model's own forward, recorded or not, after `RaggedKVCache.begin_forward`."""
         with self._mode():
-            outputs = self._replay(tree, hidden_state_indices)
+            part, outputs = self.score_part(tree.num_nodes, hidden_state_indices), None
+            if part is not None and self._lane is not None:
+                outputs = self._lane.replay(part, self.buffer.lengths_on(self.device), tree)
             if outputs is None:
                 outputs = self.node_forward(tree, self.buffer, self.call_tensors, hidden_state_indices)
         logits, *states = outputs
         return logits, dict(zip(hidden_state_indices, states, strict=True))
-
-    def _replay(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, ...] | None:
-        """Outputs of the recorded forward; None if it must run eager."""
-        part = self.score_part(tree.num_nodes, hidden_state_indices)
-        if part is None or self._lane is None:
-            return None
-        return self._lane.replay(part, self.buffer.lengths_on(self.device), tree)
 
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         if self._lane is None or self._lane.has_failed:
@@ -346,13 +341,12 @@ class HFTarget:
         next_position = inputs.pop("position_ids", None)
         if next_position is None:
             next_position = torch.full((batch, 1), self.prompt_length, device=self.device)
-        self._prompt_last_position = next_position[..., -1:].to(self.device) - 1
+        position_base = next_position[..., -1:].to(self.device) - self.prompt_length
         for name in ("input_ids", "attention_mask"):
             inputs.pop(name, None)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
         last_position = self.prompt_length - 1 + self.max_new_tokens
-        position_base = self._prompt_last_position - self.prompt_length + 1
         self.position_steps = self._find_position_steps(position_base)
         self.node_forward = NodeForward(self.adapter, inputs)
         self.call_tensors = CallTensors(
