@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,23 @@ def test_extraction_of_links_and_paths() -> None:
     assert list(relative_links(text)) == ["b/c.md", "d.png", "e.md"]
     code = "`app/x.py` `tests/t.py::test_a` `mmspec/y.py:12` `out/z.jsonl` `folder/own.json` `a / b`"
     assert list(code_paths(code)) == ["app/x.py", "tests/t.py", "mmspec/y.py"]
+
+
+def reading_steps() -> Iterator[tuple[Path, list[str]]]:
+    """Yield each file of the routes through the code, and the names that are to be read in it."""
+    text = read_document(ROOT / "docs" / "how-it-works.md").partition("## To read the code")[2]
+    for step in re.split(r"\n\n|\n(?=\d+\. )", text):
+        spans = CODE.findall(step)
+        places = [index for index, span in enumerate(spans) if re.search(r"/.*\.(py|c|h)$", span)]
+        for begin, end in pairwise([*places, len(spans)]):
+            names = [name for span in spans[begin + 1 : end] for name in span.split(".")]
+            yield ROOT / spans[begin], [name for name in names if name.isidentifier()]
+
+
+def test_the_routes_name_what_is_in_their_files() -> None:
+    steps = list(reading_steps())
+    assert len(steps) >= 25
+    for file, names in steps:
+        source = file.read_text(encoding="utf-8")
+        missing = [name for name in names if not re.search(rf"\b{name}\b", source)]
+        assert not missing, f"{file.relative_to(ROOT)} has no {missing}"
