@@ -80,7 +80,7 @@ class SpecConfig:
         return own_compressor(self.drafter) if self.compressor is None else self.compressor
 
 
-PER_CALL_OPTIONS = ("enabled", "reference", *(option.name for option in fields(SpecConfig)))
+PER_CALL_OPTIONS = ("enabled", *(option.name for option in fields(SpecConfig)), "reference")
 """Keys of `generate(..., mmspec=dict(...))`."""
 
 

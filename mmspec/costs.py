@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
-
 import torch
 
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.economy.kernels import KernelChoices
 from mmspec.economy.known import Economy
 from mmspec.economy.store import CostStore, device_description
-from mmspec.forks import new_lock
+from mmspec.forks import Locked
 from mmspec.interfaces import Drafter
 from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.base import ModelAdapter
@@ -19,7 +17,7 @@ TIMING_VERSION = 1
 """Of the C kernels and of how they are timed: choices of other versions are not taken."""
 
 
-class DrafterCosts:
+class DrafterCosts(Locked):
     """One `Economy` for each drafter, by name. Threads may share the object.
 
     A new one starts with the costs that an earlier process stored for the same kind of target, drafter and device.
@@ -27,20 +25,14 @@ class DrafterCosts:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._economies: dict[str, Economy] = {}
         self._num_calls: dict[str, int] = {}
-        self._lock = new_lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = type(self)()
-        with self._lock:
-            twin._economies = {name: one.copy() for name, one in self._economies.items()}
-        return twin
 
     def economy(self, drafter: Drafter, adapter: ModelAdapter) -> Economy:
         """What is known of rounds with this drafter, on the model's current kind of device."""
         kind = "cpu" if adapter.model.device.type == "cpu" else "other"
-        with self._lock:
+        with self.lock:
             found = self._economies.get(drafter.name)
             if found is None or found.device != kind:  # the model was moved
                 found = self._economies[drafter.name] = Economy(kind)
@@ -50,7 +42,7 @@ class DrafterCosts:
 
     def count_call(self, drafter: Drafter, adapter: ModelAdapter) -> None:
         """Count a call with this drafter, and store its costs if that is due."""
-        with self._lock:
+        with self.lock:
             num_calls = self._num_calls[drafter.name] = self._num_calls.get(drafter.name, 0) + 1
         if num_calls > 1 and num_calls & (num_calls - 1) == 0 and CostStore.is_enabled():
             CostStore(cost_key(drafter, adapter)).write(self.economy(drafter, adapter).snapshot())

@@ -34,7 +34,6 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.engine.undo import undone
 from mmspec.interfaces import ObservedRound, Prompt, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
-from mmspec.metrics.stats import Stats
 from mmspec.prefill import Prefilled, prefill
 from mmspec.reference import reference_rows
 from mmspec.targets.assistant import TargetKeysReader
@@ -93,24 +92,16 @@ def _finish(call: Call, target: HFTarget, loop: DecodeLoop) -> Any:
     output, compressor = loop.output, loop.prompt.compressor
     if output.streamer is not None:
         output.streamer.end()
-    _count_tokens(call.stats, output)
+    stats, lengths = call.stats, output.output_lengths()
+    stats.calls, stats.row_tokens, stats.tokens, stats.first_tokens = 1, lengths, sum(lengths), len(lengths)
     if isinstance(compressor, RecordingCompressor):
-        call.stats.add_compression(compressor.records())
+        stats.add_compression(compressor.records())
     sequences, scores, logits = output.result()
     returns_dict = call.generation_config.return_dict_in_generate
     cache = target.export_cache(output.steps) if returns_dict or target.keeps_cache else None
     if not returns_dict:
         return sequences
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{CACHE_ARGUMENT: cache})
-
-
-def _count_tokens(stats: Stats, output: OutputBuffer) -> None:
-    """Count the call and its output tokens, without padding."""
-    lengths = output.output_lengths()
-    stats.calls = 1
-    stats.row_tokens = lengths
-    stats.tokens = sum(lengths)
-    stats.first_tokens = len(lengths)
 
 
 # --- the parts of a call ----------------------------------------------------------------------------------------------

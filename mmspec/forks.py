@@ -7,10 +7,11 @@ several threads computes with one, as the workers of torch's `DataLoader` do.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import weakref
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -37,6 +38,25 @@ def free_in_child(lock: L) -> L:
 def new_lock() -> threading.Lock:
     """A lock that is free in a forked child."""
     return free_in_child(threading.Lock())
+
+
+class Locked:
+    """What threads share. A deep copy is made while nobody changes it, and has a lock of its own.
+
+    Attributes:
+        lock: held while it changes.
+    """
+
+    def __init__(self) -> None:
+        self.lock = new_lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = memo[id(self)] = copy.copy(self)
+        twin.lock = new_lock()
+        with self.lock:
+            own = {name: value for name, value in vars(self).items() if name != "lock"}
+            vars(twin).update(copy.deepcopy(own, memo))
+        return twin
 
 
 def note_threads() -> None:

@@ -132,11 +132,7 @@ def unpatch(model: Any) -> Any:
     if is_patched(model):
         patched = unwrap(model)
         state = patch_state(model)
-        restore_class(patched)
-        if not state.had_capture_hooks:
-            remove_capture_hooks(patched)
-        if state.original_attention is not None:
-            _set_text_attention(patched, state.original_attention)
+        _restore(state)
         state.huge_pages.give_back(weight for weight in patched.parameters() if weight.is_cpu)
         drop_copies(state.adapter)
         patched.__dict__.pop(KEY, None)  # behind all that: what is interrupted can be called again
@@ -216,11 +212,16 @@ def _install(state: PatchState) -> None:
         change_class(model, state)
     finally:
         if not is_patched(model):
-            restore_class(model)
-            if state.original_attention is not None:
-                _set_text_attention(model, state.original_attention)
-            if not state.had_capture_hooks:
-                remove_capture_hooks(model)
+            _restore(state)
+
+
+def _restore(state: PatchState) -> None:
+    """Undo what `_install` has changed of the model."""
+    restore_class(state.model)
+    if not state.had_capture_hooks:
+        remove_capture_hooks(state.model)
+    if state.original_attention is not None:
+        _set_text_attention(state.model, state.original_attention)
 
 
 def _check_selftest(state: PatchState) -> None:

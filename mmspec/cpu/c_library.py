@@ -130,9 +130,8 @@ def load_library(level: int) -> ctypes.CDLL:
             logger.info("mmspec: %s is damaged; the C kernels are built instead", shipped)
         except OSError as error:  # another C library than that of the wheel's tag, for example
             logger.info("mmspec: the C kernels are built, since those that were installed cannot be loaded: %s", error)
-    command = [*_compiler(), *_flags(level)]
-    file = _library_folder() / f"few_rows-{_key(command)}.so"
-    if not (_is_own(file) and _is_sealed(file)):
+    command, file = _to_build(level)
+    if not _is_own(file):
         build(command, file)
     return ctypes.CDLL(str(file))
 
@@ -141,12 +140,15 @@ def needs_build() -> bool:
     """Whether the first kernel needs the compiler, which takes about ten seconds of a processor."""
     try:
         level = chosen_level()
-        if shipped_file(level).exists():
-            return False
-        file = _library_folder() / f"few_rows-{_key([*_compiler(), *_flags(level)])}.so"
-        return not (_is_own(file) and _is_sealed(file))
+        return not shipped_file(level).exists() and not _is_own(_to_build(level)[1])
     except (KernelUnavailableError, OSError, ValueError, subprocess.SubprocessError):
         return False
+
+
+def _to_build(level: int) -> tuple[list[str], Path]:
+    """The command that builds the library of a level, without its output, and the file in the cache folder."""
+    command = [*_compiler(), *_flags(level)]
+    return command, _library_folder() / f"few_rows-{_key(command)}.so"
 
 
 def _flags(level: int) -> tuple[str, ...]:
@@ -240,5 +242,5 @@ def _is_sealed(file: Path) -> bool:
 
 
 def _is_own(file: Path) -> bool:
-    """Whether a file is there and this user's."""
-    return file.exists() and file.stat().st_uid == os.getuid()
+    """Whether a file is there, this user's, and whole."""
+    return file.exists() and file.stat().st_uid == os.getuid() and _is_sealed(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from typing import Any
 
 from mmspec.economy.tables import NODE_COST, Seconds, Yields, checked
 from mmspec.engine.tree import BUCKETS, bucket_size
-from mmspec.forks import new_lock
+from mmspec.forks import Locked
 
 PRIOR_ROUNDS, FIRST_PRIOR_ROUNDS = 8.0, 3.0
 """Rounds that what earlier calls, or a single one, have found counts for at the start of a call: texts differ."""
@@ -145,7 +144,7 @@ class Rounds:
         return False
 
 
-class Economy:
+class Economy(Locked):
     """What is known of the rounds of one drafter on one model and device. Calls and threads share it.
 
     Attributes:
@@ -159,6 +158,7 @@ class Economy:
     """
 
     def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
         self.device = device
         self.rounds_s, self.drafts_s = Seconds(NODE_COST[device]), Seconds(1.0)
         self.yields = Yields(weight=4.0, decay=0.97)
@@ -166,20 +166,6 @@ class Economy:
         self.credit = MAX_CREDIT
         self.num_rounds = 0
         self.saved_s = 0.0
-        self.lock = new_lock()
-
-    def copy(self) -> Economy:
-        """An independent economy with the same measurements."""
-        twin = Economy(self.device)
-        twin.rounds_s, twin.drafts_s = self.rounds_s.copy(), self.drafts_s.copy()
-        twin.yields = copy.deepcopy(self.yields)
-        with self.lock:
-            twin.rounds = {key: one.scaled(1.0) for key, one in self.rounds.items()}
-            twin.credit, twin.num_rounds, twin.saved_s = self.credit, self.num_rounds, self.saved_s
-        return twin
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Economy:
-        return self.copy()
 
     def snapshot(self) -> dict[str, Any]:
         """What was measured, ready for JSON."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import copy
 import logging
 import math
 from collections import deque
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from mmspec.forks import new_lock
+from mmspec.forks import Locked
 
 logger = logging.getLogger("mmspec")
 
@@ -83,7 +82,7 @@ class _Measured:
 _NOTHING = _Measured()
 
 
-class Seconds:
+class Seconds(Locked):
     """Seconds of what is done in rounds. Sizes that were not measured are predicted from those that were.
 
     Attributes:
@@ -94,13 +93,13 @@ class Seconds:
         self.step = step
         self._measured: dict[tuple[Hashable, int], _Measured] = {}
         self._memo: dict[Hashable, dict[tuple[int, int], float | None]] = {}
-        self._lock = new_lock()
+        super().__init__()
 
     def add(self, what: Hashable, rows: int, size: int, seconds: float) -> None:
         """Add a measurement; what no clock that runs can show is left out."""
         if not is_measured(seconds):
             return
-        with self._lock:
+        with self.lock:
             one = self._measured.get((what, rows)) or _Measured()
             last = one.last.setdefault(size, deque(maxlen=WINDOW))
             last.append(seconds)
@@ -181,7 +180,7 @@ class Seconds:
 
     def snapshot(self) -> list[list[Any]]:
         """[what, rows, size, seconds] of the estimates, ready for JSON."""
-        with self._lock:
+        with self.lock:
             return [[what, rows, *point] for (what, rows), one in self._measured.items() for point in one.curve]
 
     def restore(self, measured: Iterable[Sequence[Any]]) -> None:
@@ -198,13 +197,6 @@ class Seconds:
             if not self.count(what, rows, size):
                 self.add(what, rows, size, checked(seconds))
 
-    def copy(self) -> Seconds:
-        """An independent table with the same measurements."""
-        twin = Seconds(self.step)
-        with self._lock:
-            twin._measured = copy.deepcopy(self._measured)
-        return twin
-
 
 def checked(value: Any) -> float:
     """A number that a measurement can be.
@@ -217,7 +209,7 @@ def checked(value: Any) -> float:
     return value
 
 
-class Yields:
+class Yields(Locked):
     """The share of what was expected that came true, by key, with forgetting.
 
     A key is, for instance, (source, depth): of the drafts that were right so far, how many go on to be right.
@@ -241,12 +233,12 @@ class Yields:
         self.rates: dict[Hashable, float] = dict(priors or {})
         self._priors = dict(priors or {})
         self._counts: dict[Hashable, tuple[float, float]] = {}
-        self._lock = new_lock()
+        super().__init__()
 
     def add(self, outcomes: Iterable[tuple[Hashable, float, float]]) -> None:
         """Count (key, what came true, what might have)."""
         decay, weight, counts = self.decay, self.weight, self._counts
-        with self._lock:
+        with self.lock:
             for key, hits, total in outcomes:
                 old_hits, old_total = counts.get(key, (0.0, 0.0))
                 hits, total = old_hits * decay + hits, old_total * decay + total
@@ -255,7 +247,7 @@ class Yields:
 
     def fade(self, source: str, factor: float) -> None:
         """Let what was counted of a source weigh less."""
-        with self._lock:
+        with self.lock:
             for key, (hits, total) in self._counts.items():
                 if isinstance(key, tuple) and key[0] == source:
                     self._counts[key] = factor * hits, factor * total
@@ -272,7 +264,7 @@ class Yields:
 
     def snapshot(self) -> list[list[Any]]:
         """[*key, hits, total] of all, ready for JSON."""
-        with self._lock:
+        with self.lock:
             return [[*key, *counts] for key, counts in self._counts.items() if isinstance(key, tuple)]
 
     def restore(self, counted: Iterable[Sequence[Any]], limit: float) -> None:
@@ -286,9 +278,3 @@ class Yields:
                 raise ValueError(f"a yield is of a source and a depth; got {source!r:.40}, {depth!r:.40}")
             factor = min(1.0, limit / max(checked(total), 1e-9))
             self.add([((source, depth), factor * checked(hits), factor * total)])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Yields:
-        twin = memo[id(self)] = Yields(self._priors, self.weight, self.decay)
-        with self._lock:
-            twin._counts, twin.rates = dict(self._counts), dict(self.rates)
-        return twin

@@ -149,13 +149,10 @@ class DecodeLoop:
         start = self._now()
         plan = self._plan(state)
         built = self._now()
-        verified: Verified | Exception | None = None
-        if self.recorded is not None and self.recorded.is_for(plan):
-            verified = self.recorded.run(plan, self._top_k(plan))
-        if verified is None:
-            if plan.part is not None:
-                plan, built = self._plan(state, whole=False), self._now()
-            verified = self._run_parts(plan)
+        verified: Verified | Exception | None = self.recorded and self.recorded.run(plan, self._top_k(plan))
+        if verified is None and plan.part is not None:  # the recording has failed
+            plan, built = self._plan(state, whole=False), self._now()
+        verified = verified or self._run_parts(plan)
         if isinstance(verified, Exception):
             self._disable_speculation(verified)  # nothing is committed: the next round scores the root alone
             return
@@ -229,26 +226,21 @@ class DecodeLoop:
     # --- the plan -----------------------------------------------------------------------------------------------------
 
     def _plan(self, state: Any, whole: bool = True) -> RoundPlan:
-        """Plan and draft. What the coming round scores: the drafter's part if the `whole` round may be one function,
-        else a tree."""
-        draft, recorded, num_proposed = None, self.recorded, None
-        # The tree of a draft within a recorded round stays on the device; that of a user is checked.
-        whole &= self.observe is None and self.isolation is None
+        """Plan and draft: what the coming round scores, a tree. If the `whole` round may be one recorded function, the
+        draft may be a part of it instead."""
+        draft, num_proposed, output = None, None, self.output
         if self.target.skips_rows:
-            self.chooser.follow_rows(sum(limit > 0 for limit in self.output.max_emit(1)))
-        may_gain = any(
-            self._active_rows([limit - 1 for limit in self.output.max_emit(2)])
-        )  # else drafts are for nothing
+            self.chooser.follow_rows(sum(limit > 0 for limit in output.max_emit(1)))
+        may_gain = any(self._active_rows([limit - 1 for limit in output.max_emit(2)]))  # else drafts are for nothing
         may_gain |= self.chooser.fixed_tree_size is not None  # but all rounds have this size
         if not self._has_failed and may_gain and self.chooser.plan():
-            size = self._size_in_advance() if whole and recorded is not None and recorded.can_draft else None
-            if size is not None:
-                part = self._ask(self._hook, self.drafter.draft_part, state, size)
-                if part is not None and recorded is not None and recorded.accepts(part):
-                    return RoundPlan(size, self.output.row_state(size), part=part, num_proposed=size)
+            if whole and (recorded := self._plan_part(state)) is not None:
+                return recorded
             draft, num_proposed = self._ask(self._draft, state) or (None, None)
-        num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
-        rows = self.output.row_state(num_nodes)
+        # Finished rows whose padding is returned decode it, `padding_lag` steps so far, as a forced chain.
+        num_padding_nodes = bucket_size(min(output.padding_lag + 1, BUCKETS[-1]))
+        num_nodes = max(1 if draft is None else draft.num_nodes, num_padding_nodes)
+        rows = output.row_state(num_nodes)
         root = self._root.with_root(rows.on_device.root_ids)
         if num_nodes == 1:
             return RoundPlan(1, rows, root, num_proposed=num_proposed)
@@ -276,6 +268,19 @@ class DecodeLoop:
         size = chooser.choose_size(tree, sum(active), max_gain)
         return tree.trim(size).pad(size), num_proposed
 
+    def _plan_part(self, state: Any) -> RoundPlan | None:
+        """The draft as a part of a recorded round; None where it is a tree."""
+        recorded = self.recorded
+        # The tree of a draft within a recorded round stays on the device; that of a user is checked.
+        if recorded is None or not recorded.can_draft or self.observe is not None or self.isolation is not None:
+            return None
+        if (size := self._size_in_advance()) is None:
+            return None
+        part = self._ask(self._hook, self.drafter.draft_part, state, size)
+        if part is None or not recorded.accepts(part):
+            return None
+        return RoundPlan(size, self.output.row_state(size), part=part, num_proposed=size)
+
     def _size_in_advance(self) -> int | None:
         """Nodes of a round that is chosen before its draft; None if they depend on the draft, or none is due."""
         output, chooser = self.output, self.chooser
@@ -287,14 +292,6 @@ class DecodeLoop:
             return None
         size = chooser.choose_size_in_advance(self.draftable.device, len(gains), sum(gains))
         return None if size is None or size < 2 else size
-
-    def _num_padding_nodes(self) -> int:
-        """Nodes that finished rows need for a chain of pad ids.
-
-        With `output_scores`, `output_logits` or a returned cache, pad steps of finished rows must be decoded as well,
-        `padding_lag` of them so far; they ride along as a forced chain.
-        """
-        return bucket_size(min(self.output.padding_lag + 1, BUCKETS[-1]))
 
     # --- the round ----------------------------------------------------------------------------------------------------
 

@@ -53,18 +53,17 @@ class RecordedRounds:
         """Whether rounds with this draft have not failed to be recorded."""
         return part.owner not in self._recordings.in_parts
 
-    def is_for(self, plan: RoundPlan) -> bool:
-        """Whether a round may be recorded."""
-        return plan.part is not None or (ROUND not in self._recordings.in_parts and not plan.rows.finished)
-
     def run(self, plan: RoundPlan, top_k: int) -> Verified | RuntimeError | None:
-        """What one recorded round emits, or its error at a draft; None after a failure, which changes nothing.
+        """What one recorded round emits, or its error at a draft; None, and nothing is changed, if it may not be
+        recorded or that fails.
 
         Args:
             plan: of the round.
             top_k: ids of the largest logits of each node to read.
         """
         draft, output = plan.part, self._output
+        if draft is None and (ROUND in self._recordings.in_parts or plan.rows.finished):
+            return None
         indices = self._drafter.requirements.hidden_state_indices if draft is None else draft.hidden_state_indices
         score = self._target.score_part(plan.num_nodes, indices)
         if score is None:

@@ -233,9 +233,7 @@ def _score(
     """Logits of the C decoder, or of some of its layers."""
     decoder = CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries)
     caches = call.kv_cache.common_buffers()
-    if caches is None:
-        return None
-    if call.states is not None and layers is not None:
+    if caches is None or (call.states is not None and layers is not None):
         return None
     if layers is not None:
         decoder, caches = decoder.restrict(layers), [caches[index] for index in layers]

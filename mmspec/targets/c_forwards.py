@@ -7,8 +7,8 @@ own forward, as do prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from mmspec.cpu.bf16_copies import WeightCopies
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder
-from mmspec.cpu.weights import Weight
 from mmspec.engine.kv_cache import RaggedKVCache
-from mmspec.engine.revision import Revision
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.c_check import NodeCall, verified_parts
@@ -35,39 +33,23 @@ WEIGHT_COPIES = WeightCopies()
 """Of the weights of all models of this process."""
 
 
+@dataclass(frozen=True)
 class CForwards:
     """The forwards over tree nodes of one call, by a `CDecoder`.
 
     Attributes:
-        decoder: the C decoder.
+        decoder: of the model, or of a copy of it.
+        parts: of the model, for what is done to the logits.
+        call: positions and padding.
+        runs_user_code: user code runs during the call, and may change the model.
+        layers: decoder layers of the model that `decoder` has; None for all.
     """
 
-    def __init__(
-        self,
-        decoder: CDecoder,
-        parts: DecoderParts,
-        call: NodeCall,
-        runs_user_code: bool = False,
-        layers: Sequence[int] | None = None,
-    ) -> None:
-        """
-        Args:
-            decoder: of the model.
-            parts: of the model, for what is done to the logits.
-            call: positions and padding.
-            runs_user_code: user code runs during the call, and may change the model.
-            layers: decoder layers of the model that `decoder` has; None for all.
-        """
-        self.decoder = decoder
-        self._parts = parts
-        self._call = call
-        self._runs_user_code = runs_user_code
-        self._layers = layers
-
-    @property
-    def revision(self) -> Revision:
-        """Of the model at the start of the call."""
-        return self._call.revision
+    decoder: CDecoder
+    parts: DecoderParts
+    call: NodeCall
+    runs_user_code: bool
+    layers: Sequence[int] | None = None
 
     def score(
         self,
@@ -95,18 +77,18 @@ class CForwards:
             groups = [rows[start : start + size] for start in range(0, max(1, len(rows)), size)]
         found = list[tuple[Tensor, dict[int, Tensor]]]()
         for group in groups:
-            inputs = self._call.inputs(tree, caches, group)
+            inputs = self.call.inputs(tree, caches, group)
             scored = self.decoder.forward(inputs, hidden_state_indices, bool(found))
             if scored is None:
                 return None
             found.append(scored)
-        if self._call.states is not None:
-            self._call.states.record(self.decoder.logs)
+        if self.call.states is not None:
+            self.call.states.record(self.decoder.logs)
         logits, states = found[0]
         if len(found) > 1:
             logits = torch.cat([one for one, _ in found])
             states = {index: torch.cat([part[index] for _, part in found]) for index in states}
-        logits = self._parts.finish_logits(logits)
+        logits = self.parts.finish_logits(logits)
         if len(rows) == batch:
             return logits, states
         return _spread(logits, rows, batch), {index: _spread(one, rows, batch) for index, one in states.items()}
@@ -114,22 +96,22 @@ class CForwards:
     def _rows_at_once(self, nodes: int, batch: int) -> int:
         """Rows of one forward. For its width none is left to torch, whose bits are others in half precision, and which
         computes recurrent states of chains alone."""
-        is_divided = self.decoder.dtype in (torch.bfloat16, torch.float16) or self._call.states is not None
+        is_divided = self.decoder.dtype in (torch.bfloat16, torch.float16) or self.call.states is not None
         return max(1, MAX_DECODER_ROWS // nodes) if is_divided else batch
 
     def chain(self, kv_cache: RaggedKVCache, request: ChainRequest) -> DraftedChains | None:
         """Chains behind the committed positions; None if they must be drafted by forwards of the model."""
-        if self._call.states is not None:
+        if self.call.states is not None:
             return None
         kv_cache.begin_forward(request.num_positions)
         caches = self._caches(kv_cache)
         if caches is None:
             return None
         batch, rows = len(request.unread), [row for row, ids in enumerate(request.unread) if ids]
-        scale, softcap = self._parts.logit_scale, self._parts.logit_softcap or 0.0
+        scale, softcap = self.parts.logit_scale, self.parts.logit_softcap or 0.0
         if len(rows) == batch:
-            return self.decoder.chain(self._call.context(caches), request, scale, softcap)
-        found = self.decoder.chain(self._call.context(caches, rows), request.rows(rows), scale, softcap)
+            return self.decoder.chain(self.call.context(caches), request, scale, softcap)
+        found = self.decoder.chain(self.call.context(caches, rows), request.rows(rows), scale, softcap)
         if found is None:
             return None
         tree, num_read = found.tree, [0] * batch
@@ -141,28 +123,16 @@ class CForwards:
 
     def _caches(self, kv_cache: RaggedKVCache) -> list[Tensor | None] | None:
         """Keys and values of the decoder's layers; None if the forward must run in the model."""
-        if torch.is_autocast_enabled("cpu") or (self._runs_user_code and not self._call.revision.is_current()):
+        if torch.is_autocast_enabled("cpu") or (self.runs_user_code and not self.call.revision.is_current()):
             return None
         caches = kv_cache.common_buffers()
-        if caches is None or self._layers is None:
+        if caches is None or self.layers is None:
             return caches
-        return [caches[index] for index in self._layers]
-
-    def with_matrices(self, convert: Callable[[Weight], Weight]) -> CForwards | None:
-        """The same with other matrices (`CDecoder.with_matrices`); None if they do not fit."""
-        try:
-            decoder = self.decoder.with_matrices(convert)
-        except ValueError:
-            return None
-        return self.over(decoder)
-
-    def over(self, decoder: CDecoder) -> CForwards:
-        """The same with another decoder of the same shape."""
-        return CForwards(decoder, self._parts, self._call, self._runs_user_code, self._layers)
+        return [caches[index] for index in self.layers]
 
     def restrict(self, layers: Sequence[int]) -> CForwards:
         """The same with these decoder layers of the model only."""
-        return CForwards(self.decoder.restrict(layers), self._parts, self._call, self._runs_user_code, layers)
+        return replace(self, decoder=self.decoder.restrict(layers), layers=layers)
 
 
 def _spread(computed: Tensor, rows: Sequence[int], batch: int) -> Tensor:

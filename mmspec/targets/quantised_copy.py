@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,14 +135,14 @@ class QuantisedCopy:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
         if not isinstance(self._products, CProducts):
             return None
-        known = self._decoder
-        if known is None or known.shape != forwards.decoder.shape or self._revision is not forwards.revision:
-            made = self._new_forwards(forwards)
-            known, self._revision = None if made is None else made.decoder, forwards.revision
-            self._decoder = known
-        return None if known is None else forwards.over(known)
+        known, revision = self._decoder, forwards.call.revision
+        if known is None or known.shape != forwards.decoder.shape or self._revision is not revision:
+            known = self._decoder = self._copied(forwards.decoder)
+            self._revision = revision
+        return None if known is None else replace(forwards, decoder=known)
 
-    def _new_forwards(self, forwards: CForwards) -> CForwards | None:
+    def _copied(self, decoder: CDecoder) -> CDecoder | None:
+        """The decoder on the quantised weights; None where they do not fit."""
         modules = dict(self.model.named_modules())
         weights: dict[tuple[int, tuple[int, ...]], QuantisedWeight] = {}
         for name, one in self.layers.items():
@@ -157,10 +158,12 @@ class QuantisedCopy:
                 raise ValueError("a weight without a copy")
             return found
 
-        found = forwards.with_matrices(convert)
-        if found is not None:
-            found.decoder.prepare_angles()
-        return found
+        try:
+            copied = decoder.with_matrices(convert)
+        except ValueError:
+            return None
+        copied.prepare_angles()
+        return copied
 
     def _forward(self, weight: PackedWeight) -> LinearForward:
         products = self._products
