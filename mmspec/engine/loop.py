@@ -149,7 +149,8 @@ class DecodeLoop:
         start = self._now()
         plan = self._plan(state)
         built = self._now()
-        verified: Verified | Exception | None = self.recorded and self.recorded.run(plan, self._top_k(plan))
+        recorded, top_k = self.recorded, self._top_k(plan)
+        verified: Verified | Exception | None = None if recorded is None else recorded.run(plan, top_k)
         if verified is None and plan.part is not None:  # the recording has failed
             plan, built = self._plan(state, whole=False), self._now()
         verified = verified or self._run_parts(plan)
