@@ -10,6 +10,7 @@ Who runs and computes the rounds is decided on the way, by `mmspec.backend`.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,6 @@ from mmspec.engine.undo import undone
 from mmspec.interfaces import ObservedRound, Prompt, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.prefill import Prefilled, prefill
-from mmspec.reference import reference_rows
 from mmspec.targets.assistant import TargetKeysReader
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
@@ -218,7 +218,7 @@ def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, privat
         vocab_size=logits.shape[-1],
         banned_ids=banned_ids,
         stop_ids=output.criteria.stop_id_set,
-        reference_ids=reference_rows(config.reference_ids, batch, repeats),
+        reference_ids=_reference_rows(config.reference_ids, batch, repeats),
         noise=output.noise_ahead if samples else None,
         temperature=float(call.generation_config.temperature or 1.0) if samples else 1.0,
         shared_embeddings=plan.adapter.shared_embeddings,
@@ -245,6 +245,28 @@ def _visual_grids(plan: CallPlan, input_ids: Tensor) -> tuple[VisualGrid, ...]:
     repeats = plan.num_return_sequences
     grids = plan.adapter.layout.grids(input_ids[::repeats], plan.vision_inputs)
     return tuple(replace(grid, row=grid.row * repeats + repeat) for grid in grids for repeat in range(repeats))
+
+
+def _reference_rows(ids: Sequence[Sequence[int]] | None, batch: int, num_return_sequences: int) -> list[list[int]]:
+    """One list of reference ids per row of the expanded batch (prompts times `num_return_sequences`).
+
+    Args:
+        ids: one list for all prompts, or one per prompt; None for no reference.
+        batch: rows of the expanded batch.
+        num_return_sequences: rows per prompt.
+
+    Raises:
+        ValueError: another number of texts than prompts.
+    """
+    if ids is None:
+        return [[] for _ in range(batch)]
+    if len(ids) == 1:
+        ids = list(ids) * (batch // num_return_sequences)
+    if len(ids) * num_return_sequences != batch:
+        raise ValueError(
+            f"reference has {len(ids)} texts for {batch // num_return_sequences} prompts; pass one, or one per prompt."
+        )
+    return [list(row) for row in ids for _ in range(num_return_sequences)]
 
 
 def _banned_ids(call: Call, vocab_size: int) -> frozenset[int]:

@@ -53,28 +53,6 @@ def encode_reference(reference: Any, tokenizer: Any) -> list[list[int]] | None:
     ]
 
 
-def reference_rows(ids: Sequence[Sequence[int]] | None, batch: int, num_return_sequences: int) -> list[list[int]]:
-    """One list of reference ids per row of the expanded batch (prompts times `num_return_sequences`).
-
-    Args:
-        ids: one list for all prompts, or one per prompt; None for no reference.
-        batch: rows of the expanded batch.
-        num_return_sequences: rows per prompt.
-
-    Raises:
-        ValueError: another number of texts than prompts.
-    """
-    if ids is None:
-        return [[] for _ in range(batch)]
-    if len(ids) == 1:
-        ids = list(ids) * (batch // num_return_sequences)
-    if len(ids) * num_return_sequences != batch:
-        raise ValueError(
-            f"reference has {len(ids)} texts for {batch // num_return_sequences} prompts; pass one, or one per prompt."
-        )
-    return [list(row) for row in ids for _ in range(num_return_sequences)]
-
-
 def _token_id(value: Any) -> int:
     """An integer of any integer type; strings, bools and floats are refused."""
     if isinstance(value, bool):

@@ -274,12 +274,8 @@ def quantised_copy(adapter: ModelAdapter, access: LayerAccess, needs: DrafterReq
 
 def find_copy(adapter: ModelAdapter, bits: int) -> QuantisedCopy | None:
     """The copy if it has been made."""
-    copies: dict[int, QuantisedCopy] = adapter.__dict__.setdefault("_quantised_copies", {})
-    found = copies.get(bits)
-    if found is not None and found.model is not adapter.model:  # a deep copy of a patched model has an adapter like it
-        copies = adapter.__dict__["_quantised_copies"] = {}
-        return None
-    return found
+    copies: dict[int, QuantisedCopy] = adapter.__dict__.get("_quantised_copies", {})
+    return copies.get(bits)
 
 
 def drop_copies(adapter: ModelAdapter) -> None:
