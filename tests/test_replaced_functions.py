@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
-from parity import ALL_OUTPUTS, Kwargs, get_model, speculate
+from parity import Kwargs, get_model, speculate
 from transformers.models.gemma3 import modeling_gemma3
 
 import mmspec
@@ -45,25 +45,3 @@ def test_a_function_replaced_between_calls(where: str, reuse: bool, monkeypatch:
             found = model.generate(**given, **OPTIONS)
             with mmspec.disabled(model):
                 assert torch.equal(found, model.generate(**given, **OPTIONS)), number
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_caches_behind_padding(attention: str) -> None:
-    """With eager attention the keys at padding depend on the whole prompt; all of the cache is compared."""
-    model = tiny.build_model(tiny.ModelSpec("gemma3", attention=attention))
-    given = tiny.build_inputs(model, 3, 1, num_text_tokens=(30, 30))
-    text = tiny.special_ids(model.tiny_spec).text
-    for name, value in given.items():
-        if name != "pixel_values":
-            given[name] = torch.nn.functional.pad(value, (2, 0))
-    with speculate(model, "hybrid", tree_size=8, reuse_prefix=True):
-        for number in range(4):
-            given["input_ids"][:, -3:] = text[number]
-            found = model.generate(**given, **OPTIONS, **ALL_OUTPUTS)
-            reused = mmspec.stats(model, last=True).reused_positions
-            with mmspec.disabled(model):
-                plain = model.generate(**given, **OPTIONS, **ALL_OUTPUTS)
-            assert torch.equal(found.sequences, plain.sequences)
-            for one, other in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
-                torch.testing.assert_close(one.keys, other.keys, atol=1e-4, rtol=1e-4)
-    assert (reused > 0) is (attention == "sdpa")
