@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_heads
-import tiny_models
 import torch
 from forced_drafts import only_fixed, planned
+from test_drafter_specs import use_head
 
 import mmspec
 from mmspec.app.errors import UsageError
@@ -27,7 +26,6 @@ from mmspec.metrics.stats import Stats
 from mmspec.vision.video.decoder_pool import DecoderPool
 from research.arguments import positive_ints
 from research.bench import command as bench
-from research.bench import drafter_specs as specs
 from research.bench.command import main
 from research.bench.forced_tree import ForcedTree, add_forced_tree, format_not_used, is_probe_needed
 from research.bench.measure import (
@@ -97,6 +95,16 @@ def test_sampled_bench_is_identical(capsys: Any) -> None:
         (["--new-tokens", "1"], "2 or more"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),
         (["--images", "nowhere"], "no such file or folder"),
+        (["--task", "short", "--prompt", "Hello"], "leave out --prompt"),
+        (["--task", "short", "--images", "x.png"], "leave out --images"),
+        (["--task", "short", "--count", "3", "--batch-sizes", "1,4"], "does not fill a batch of 4"),
+        (["--scene-seed", "7"], "go with --task"),
+        (["--peers", "magic"], "unknown peer 'magic'; known are hf, hf-static"),
+        (["--peers", "hf-static"], "--suite {mmspec,scenes,text}"),
+        (["--suite", "mmspec"], "--suite mmspec and --data FOLDER go together"),
+        (["--suite", "mmspec", "--data", "/no/such"], "a suite folder holds mmspec.jsonl"),
+        (["--suite", "text", "--categories", "chart"], "no item is of the category 'chart'; known are summarise"),
+        (["--suite", "scenes", "--temperature", "1"], "decode greedily"),
     ],
 )
 def test_wrong_usage_is_refused_early(args: list[str], message: str, capsys: Any) -> None:
@@ -196,26 +204,11 @@ def test_number_lists() -> None:
 # --- what the controller declined -------------------------------------------------------------------------------------
 
 
-def use_random_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `recycling` be a random EAGLE head, which drafts in every round."""
-    model, _ = random_model("tiny")
-    text = model.config.get_text_config(decoder=True)
-    spec = tiny_models.ModelSpec("llava", hidden=text.hidden_size, layers=text.num_hidden_layers)
-    vocab_size = model.get_output_embeddings().weight.shape[0]
-    resolve = specs.resolve_drafter
-
-    def resolve_drafter(name: Any, *args: Any) -> Any:
-        is_head = name == "recycling"
-        return tiny_heads.build_drafter("decoupled", spec, vocab_size=vocab_size) if is_head else resolve(name, *args)
-
-    monkeypatch.setattr(specs, "resolve_drafter", resolve_drafter)
-
-
 def test_a_drafter_that_was_left_out_is_named_with_its_tau(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """The controller never drafts; the forced tree measures what that drafter would accept."""
-    use_random_head(monkeypatch)
+    use_head(monkeypatch, "decoupled", only="recycling")  # a random one, which drafts in every round
     monkeypatch.setattr(Chooser, "plan", planned(only_fixed))
     file = tmp_path / "b.json"
     args = ["--model", "tiny", "--drafters", "recycling", "--new-tokens", "24", "--repeats", "2", "--json", str(file)]
@@ -231,7 +224,7 @@ def test_a_drafter_that_was_left_out_is_named_with_its_tau(
 
 
 def test_a_fixed_tree_is_used_in_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    use_random_head(monkeypatch)
+    use_head(monkeypatch, "decoupled", only="recycling")  # a random one, which drafts in every round
     file = tmp_path / "b.json"
     args = ["--model", "tiny", "--drafters", "recycling", "--new-tokens", "24", "--repeats", "1", "--nodes", "4"]
     assert main([*args, "--json", str(file)]) == 0
@@ -271,20 +264,6 @@ def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
         assert (row["task"], row["scene_seed"], row["repeats"]) == ("answer", FIRST_HELD_OUT_SEED, 2)
         assert row["identical"] and row["tokens"] <= 2 * 2 * 9
     assert " NO " not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["--task", "short", "--prompt", "Hello"], "leave out --prompt"),
-        (["--task", "short", "--images", "x.png"], "leave out --images"),
-        (["--task", "short", "--count", "3", "--batch-sizes", "1,4"], "does not fill a batch of 4"),
-        (["--scene-seed", "7"], "go with --task"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(args: list[str], expected: str, capsys: Any) -> None:
-    assert main(["--model", "tiny", *args]) == 2
-    assert expected in capsys.readouterr().err
 
 
 def test_tokens_up_to_the_end() -> None:

@@ -75,26 +75,6 @@ def test_a_folder_from_the_command_line(
     assert "--against names the JSON" in capsys.readouterr().err
 
 
-def test_peers_need_no_suite_for_the_scenes_model_only(capsys: Any) -> None:
-    assert main(["--model", "tiny", "--peers", "hf-static"]) == 2
-    assert "--suite {mmspec,scenes,text}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--peers", "magic"], "unknown peer 'magic'; known are hf, hf-static"),
-        (["--suite", "mmspec"], "--suite mmspec and --data FOLDER go together"),
-        (["--suite", "mmspec", "--data", "/no/such"], "a suite folder holds mmspec.jsonl"),
-        (["--suite", "text", "--categories", "chart"], "no item is of the category 'chart'; known are summarise"),
-        (["--suite", "scenes", "--temperature", "1"], "decode greedily"),
-    ],
-)
-def test_bad_usage_is_one_line(args: list[str], message: str, capsys: Any) -> None:
-    assert main(["--model", "tiny", *args]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "line", ["{", "[]", '{"id": 1}', '{"id": 1, "turns": []}', '{"turns": ["a"]}', '{"id":1,"turns":"a"}']
 )

@@ -43,14 +43,18 @@ def test_wrong_specs_are_refused(name: str) -> None:
         check_spec(name)
 
 
-def use_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[Any, Any]:
-    """The tiny model; any name of a drafter resolves to a random head of this kind."""
+def use_head(monkeypatch: pytest.MonkeyPatch, kind: str, only: str | None = None) -> tuple[Any, Any]:
+    """The tiny model; any name of a drafter, or the one that is given, resolves to a random head of this kind."""
     model, processor = random_model("tiny")
     text = model.config.get_text_config(decoder=True)
     spec = tiny.ModelSpec("llava", hidden=text.hidden_size, layers=text.num_hidden_layers)
-    vocab = model.get_output_embeddings().weight.shape[0]
-    drafter = heads.build_drafter(kind, spec, vocab_size=vocab)
-    monkeypatch.setattr(specs, "resolve_drafter", lambda name, family, tokenizer: drafter)
+    vocab, resolve = model.get_output_embeddings().weight.shape[0], specs.resolve_drafter
+
+    def resolve_drafter(name: Any, *rest: Any) -> Any:
+        is_head = only in (None, name)
+        return heads.build_drafter(kind, spec, vocab_size=vocab) if is_head else resolve(name, *rest)
+
+    monkeypatch.setattr(specs, "resolve_drafter", resolve_drafter)
     return model, processor
 
 

@@ -13,6 +13,7 @@ from research.bench.drafter_specs import patch_model
 from research.scenes.build_model import train_tokenizer
 from research.scenes.data import generate_corpus
 from research.studies import blocks as study_blocks
+from research.studies import copies, draft_heads, first_answers, prefill, visual
 from research.studies import token_classes as study
 from research.studies.visual import read_earlier_rows
 from research.studies.word_classes import (
@@ -125,16 +126,38 @@ def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("main", "arguments", "message"),
     [
-        (["none", "--against", "hybrid"], "--against is one of the drafters"),
-        (["magic@3"], "unknown drafter 'magic'"),
-        (["hybrid@3", "--model", "tiny"], "which 'hybrid' does not"),
+        (study.main, ["none", "--count", "1", "--against", "hybrid"], "--against is one of the drafters"),
+        (study.main, ["magic@3", "--count", "1"], "unknown drafter 'magic'"),
+        (study.main, ["hybrid@3", "--count", "1", "--model", "tiny"], "which 'hybrid' does not"),
+        (draft_heads.main, ["hybrid", "--count", "2", "--batch-sizes", "8"], "--count 2 does not fill a batch of 8"),
+        (
+            draft_heads.main,
+            ["hybrid", "--nodes", "8,8,8"],
+            "--nodes takes one size, or one for each of 2 --batch-sizes; got 3",
+        ),
+        (draft_heads.main, ["nobody"], "nobody"),
+        (visual.main, ["d", "--shapes", "five"], "five"),
+        (visual.main, ["d", "--shapes", "clip1"], "clip1"),
+        (visual.main, ["d", "--shares", "a"], "a"),
+        (visual.main, ["d", "--shares", "-1"], "-1"),
+        (prefill.main, ["--compressors", "squeeze:3"], "unknown compressor 'squeeze:3'"),
+        (prefill.main, ["--frames", "1,0"], "must be a whole number above 0, got '0'"),
+        (prefill.main, ["--heads", "3"], "--hidden must be a multiple of --heads"),
+        (prefill.main, ["--device", "abacus"], "abacus"),
+        (prefill.main, ["--json", "/nowhere/a.json"], "/nowhere"),
+        (copies.main, [], "--target"),
+        (copies.main, ["--target", "scenes", "--shape", "smollm2-135m"], "--shape"),
+        pytest.param(
+            *(first_answers.main, ["unknown", "--prompts", "1", "--answers", "1"], "unknown drafter 'unknown'"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: Any) -> None:
+def test_wrong_usage_of_a_study_is_one_line(main: Any, arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as exited:
-        study.main([*arguments, "--count", "1"])
+        main(arguments)
     assert exited.value.code == 2 and message in capsys.readouterr().err
 
 

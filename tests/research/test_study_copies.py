@@ -27,10 +27,3 @@ def test_a_target_and_its_copies(tmp_path: Path) -> None:
     assert all(one["num_identical"] == len(one["ms"]) == 1 for one in drafting.values())
     assert drafting["none"]["drafted"] == 0 and drafting["none"]["rounds"] == 11
     assert len(lines) == 2 and "| 4 bits |" in lines[1]
-
-
-def test_a_target_or_a_shape() -> None:
-    with pytest.raises(SystemExit):
-        copies.main([])
-    with pytest.raises(SystemExit):
-        copies.main(["--target", "scenes", "--shape", "smollm2-135m"])

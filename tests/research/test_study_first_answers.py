@@ -36,13 +36,6 @@ def test_the_second_process_finds_the_costs_of_the_first(
 
 
 @pytest.mark.slow
-def test_an_unknown_drafter(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        first_answers.main(["unknown", "--prompts", "1", "--answers", "1"])
-    assert exited.value.code == 2 and "unknown drafter 'unknown'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_costs_outlive_a_process(tmp_path: Path) -> None:
     for _ in range(2):
         taus, times = first_answers.run_process("flash", str(tmp_path), 1, 2)

@@ -30,11 +30,3 @@ def test_a_study(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -
         assert row["run"]["command"].startswith("python -m research.studies.draft_heads hybrid")
     text = (tmp_path / "heads.md").read_text()
     assert text == capsys.readouterr().out and "**batch 2, temperature 1**" in text and "| hybrid | 1." in text
-    with pytest.raises(SystemExit):
-        study.main(["hybrid", "--count", "2", "--batch-sizes", "8"])
-    assert "--count 2 does not fill a batch of 8" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        study.main(["hybrid", "--nodes", "8,8,8"])
-    assert "--nodes takes one size, or one for each of 2 --batch-sizes; got 3" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        study.main(["nobody"])

@@ -29,21 +29,3 @@ def test_prefill_cost_of_a_head_of_any_shape(tmp_path: Path, capsys: pytest.Capt
         assert 0 < none["flops_over"] < few["flops_over"] < 1 and few["run"]["command"].endswith(str(out))
         # Keys and values of two heads of eight numbers, four bytes each.
         assert whole["kv_mib"] * 2**20 == (8 + num_visual) * 2 * 2 * 8 * 4
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--compressors", "squeeze:3"], "unknown compressor 'squeeze:3'"),
-        (["--frames", "1,0"], "must be a whole number above 0, got '0'"),
-        (["--heads", "3"], "--hidden must be a multiple of --heads"),
-        (["--device", "abacus"], "abacus"),
-        (["--json", "/nowhere/a.json"], "/nowhere"),
-    ],
-)
-def test_a_prefill_that_cannot_be_measured_is_refused(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exited:
-        study_prefill.main([*SMALL, *flags])
-    assert exited.value.code == 2 and message in capsys.readouterr().err

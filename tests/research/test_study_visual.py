@@ -339,12 +339,3 @@ def test_drafters_that_cannot_be_compared_are_refused(
     with pytest.raises(SystemExit) as exited:
         study_visual.main([first, *arguments[1:], "--model", "tiny", "--shapes", "one", "--no-progress"])
     assert exited.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--shapes", "five"], ["--shapes", "clip1"], ["--shares", "a"], ["--shares", "-1"]]
-)
-def test_a_wrong_value_is_named(arguments: list[str], capsys: Any) -> None:
-    with pytest.raises(SystemExit) as exited:
-        study_visual.main(["d", *arguments])
-    assert exited.value.code == 2 and arguments[1] in capsys.readouterr().err
