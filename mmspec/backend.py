@@ -7,7 +7,8 @@
 | | drafts of heads | the same, where linear layers run in our kernels | | `find_c_draft` |
 | *eager* | the parts one by one, in torch | else | `"torch"` | |
 
-On a CPU linear layers of eager parts run in their fastest kernel (`use_kernels`), but with `backend="torch"`.
+On a CPU linear layers of eager parts run in their fastest kernel (`use_kernels`), but with `backend="torch"`, and what
+recurrent layers compute between them, prompts included, in C (`use_recurrent_kernels`).
 A call that the named one does not serve runs eager, with one warning that says why. `find_recorder` is asked before the
 prompt (`mmspec.prefill`), `find_c_draft` at a head's first draft, the others when the first tokens are out
 (`mmspec.engine.loop`).
@@ -15,8 +16,8 @@ prompt (`mmspec.prefill`), `find_c_draft` at a head's first draft, the others wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -102,7 +103,8 @@ def use_kernels(plan: CallPlan, target: HFTarget) -> AbstractContextManager[None
         read = [layer.weight for layer in layers if layer in of_target]
         weights = read if target.c_forwards is None else target.c_forwards.decoder.matrices()
         plan.huge_pages.add(weights, target.max_new_tokens)
-    return use_fast_linears(plan.autotuner, layers, config.deterministic, not config.may_use_c)
+    linears = use_fast_linears(plan.autotuner, layers, config.deterministic, not config.may_use_c)
+    return linears if target.c_forwards is not None else _both(linears, use_recurrent_kernels(plan))
 
 
 def use_prompt_linear_kernels(plan: CallPlan) -> AbstractContextManager[None]:
@@ -114,12 +116,19 @@ def use_prompt_linear_kernels(plan: CallPlan) -> AbstractContextManager[None]:
 
 
 def use_recurrent_kernels(plan: CallPlan) -> AbstractContextManager[None]:
-    """For the prompt's forward: what C knows of what recurrent layers compute between their projections runs there."""
+    """For forwards of the model, the prompt's and in rounds: between the projections of recurrent layers they run in C,
+    where it knows the functions."""
     if not plan.config.may_use_c or plan.unknown_code is not None or _reason_against_c(plan) is not None:
         return nullcontext()
     functions = updating_functions(plan.modules.kinds)
     kernel = load_kernel() if functions and plan.autotuner.allow_c else None
     return nullcontext() if kernel is None else computed_in_c(kernel, functions)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _large(layers: Iterable[nn.Linear], config: SpecConfig) -> list[nn.Linear]:
