@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -62,24 +63,68 @@ def assert_parity(
     drafter: Any = "oracle",
     seed: int = 0,
     patch_options: Kwargs | None = None,
+    reset: Callable[[], Any] = lambda: None,
     **kwargs: Any,
 ) -> mmspec.Stats:
-    """Assert that plain and patched agree in tokens, scores, cache and generator state; returns the statistics.
+    """Assert that plain and patched agree in tokens, scores, cache and generators' states; returns the statistics.
 
-    `drafter` may be a function from the plain sequences to a drafter.
+    `drafter` may be a function from the plain sequences to a drafter, and `reset` put the state of user code back.
     """
+    reset()
+    random.seed(seed)
     plain = generate_plain(model, inputs, seed, **call_factories(kwargs))
-    state = torch.get_rng_state()
+    state, python_state = torch.get_rng_state(), random.getstate()
+    reset()
+    random.seed(seed)
     if callable(drafter):
         drafter = drafter(plain if isinstance(plain, Tensor) else plain.sequences)
     with speculate(model, drafter, plain, **(patch_options or {})):
         mine = generate_plain(model, inputs, seed, **call_factories(kwargs))
         assert torch.equal(torch.get_rng_state(), state), "the generator state differs"
+        assert random.getstate() == python_state, "Python's generator differs"
         stats = mmspec.stats(model, last=True)
     outcomes = [build_outcome(result, state) for result in (plain, mine)]
     differences = fuzz.compare_outcomes(*outcomes, 0, fuzz.tolerance_of(getattr(model, "tiny_spec", None)))
     assert not differences, differences
     return stats
+
+
+def base_of(model: Any) -> PreTrainedModel:
+    """The model in a wrapper of PEFT; `PeftMixedModel` has no `get_base_model`."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model
+
+
+def check(
+    model: Any,
+    reset: Callable[[], Any] = lambda: None,
+    prepare: Callable[[Tensor], Tensor] = lambda ids: ids,
+    **options: Any,
+) -> list[mmspec.Stats]:
+    """`assert_parity` of a model or wrapper, greedy and sampled, whatever is drafted: the statistics.
+
+    `prepare` changes the ids of the prompt.
+    """
+    inputs = tiny.build_inputs(base_of(model), 27, 2, images=[1, 1])
+    inputs["input_ids"] = prepare(inputs["input_ids"])
+    return [
+        assert_parity(model, inputs, adversarial.BranchingDrafter(1), 2, reset=reset, **mode, **options)
+        for mode in (GREEDY, SAMPLED)
+    ]
+
+
+def drafted(found: list[mmspec.Stats]) -> None:
+    """Assert that no call fell back, and that trees were scored."""
+    for stats in found:
+        assert not stats.fallback_reason and stats.num_draft_tokens > 0, stats.fallback_reason
+
+
+def fell_back(found: list[mmspec.Stats], *names: str) -> None:
+    """Assert that transformers decoded all calls, for a reason with these names."""
+    for stats in found:
+        assert stats.fallback_reason and stats.fallback_calls == 1 and stats.num_draft_tokens == 0
+        assert all(name in stats.fallback_reason for name in names), stats.fallback_reason
 
 
 FACTORY_ARGUMENTS = ("logits_processor", "stopping_criteria", CACHE_ARGUMENT, "prefix_allowed_tokens_fn")

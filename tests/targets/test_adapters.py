@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import adversarial as adversarial
 import pytest
 import tiny_models as tiny
 import torch
-from parity import GREEDY, MODES, SAMPLED
+from parity import GREEDY, MODES, base_of, check, drafted, fell_back
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -36,43 +35,6 @@ LAYERS = ["q_proj", "v_proj", "down_proj"]
 
 def fresh_model() -> PreTrainedModel:
     return tiny.build_model(tiny.ModelSpec(seed=29))
-
-
-def check(model: Any, prepare: Callable[[Tensor], Tensor] = lambda ids: ids, **options: Any) -> list[mmspec.Stats]:
-    """Assert that calls of a model or wrapper are equal patched and plain; their statistics."""
-    inputs = tiny.build_inputs(base_of(model), 27, 2, images=[1, 1])
-    inputs["input_ids"] = prepare(inputs["input_ids"])
-    found = []
-    for mode in (GREEDY, SAMPLED):
-        torch.manual_seed(2)
-        plain, state = model.generate(**inputs, **mode, **options), torch.get_rng_state()
-        torch.manual_seed(2)
-        assert mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8) is model
-        try:
-            assert torch.equal(model.generate(**inputs, **mode, **options), plain)
-            assert torch.equal(torch.get_rng_state(), state)
-            found.append(mmspec.stats(model, last=True))
-        finally:
-            mmspec.unpatch(model)
-        assert not mmspec.is_patched(model) and "generate" not in base_of(model).__dict__
-    return found
-
-
-def base_of(model: Any) -> PreTrainedModel:
-    """The model in a wrapper; `PeftMixedModel` has no `get_base_model`."""
-    if isinstance(model, PreTrainedModel):
-        return model
-    return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model
-
-
-def assert_drafted(found: list[mmspec.Stats]) -> None:
-    assert all(not stats.fallback_reason and stats.num_draft_tokens > 0 for stats in found), found
-
-
-def assert_plain(found: list[mmspec.Stats], *names: str) -> None:
-    for stats in found:
-        assert stats.fallback_reason and stats.fallback_calls == 1
-        assert all(name in stats.fallback_reason for name in names), stats.fallback_reason
 
 
 # --- with the package -------------------------------------------------------------------------------------------------
@@ -106,7 +68,7 @@ def test_an_adapter_in_the_model(peft: Any, dora: bool) -> None:
     model.add_adapter(lora(peft, use_dora=dora))
     model.eval()
     assert not scan_modules(model).foreign
-    assert_drafted(check(model))
+    drafted(check(model))
 
 
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
@@ -138,13 +100,13 @@ def test_adapters_are_switched_between_calls(peft: Any, task: str | None) -> Non
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_wrapper(peft: Any, mixed: bool) -> None:
-    assert_drafted(check(peft.get_peft_model(fresh_model(), lora(peft), mixed=mixed).eval()))
+    drafted(check(peft.get_peft_model(fresh_model(), lora(peft), mixed=mixed).eval()))
 
 
 def test_a_wrapper_that_is_loaded(peft: Any, tmp_path: Path) -> None:
     peft.get_peft_model(fresh_model(), lora(peft)).save_pretrained(tmp_path)
     model = peft.PeftModel.from_pretrained(fresh_model(), tmp_path).eval()
-    assert_drafted(check(model))
+    drafted(check(model))
     inputs = tiny.build_inputs(base_of(model), 27, 1, images=[1])
     mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     assert mmspec.is_patched(model) and mmspec.is_patched(model.get_base_model())
@@ -161,14 +123,14 @@ def test_a_wrapper_that_is_loaded(peft: Any, tmp_path: Path) -> None:
 
 def test_an_adapter_for_each_row(peft: Any) -> None:
     model = peft.get_peft_model(fresh_model(), lora(peft)).eval()
-    assert_drafted(check(model, adapter_names=["default", "__base__"]))
+    drafted(check(model, adapter_names=["default", "__base__"]))
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
 def test_learned_prompts_are_left_to_transformers(peft: Any, kind: str) -> None:
     model = wrapped(peft, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    assert_plain(check(model), "PeftModelForCausalLM.prepare_inputs_for_generation")
-    assert_drafted(check(model.get_base_model()))
+    fell_back(check(model), "PeftModelForCausalLM.prepare_inputs_for_generation")
+    drafted(check(model.get_base_model()))
 
 
 @pytest.mark.parametrize("after", [[], [25]], ids=["last", "before another token"])
@@ -176,8 +138,8 @@ def test_adapters_that_a_token_activates(peft: Any, after: list[int]) -> None:
     """aLoRA adapts the last tokens of a forward: in a tree they are others."""
     model = wrapped(peft, lora(peft, task_type="CAUSAL_LM", alora_invocation_tokens=[20, 21]))
     ending = torch.tensor([20, 21, *after])
-    found = check(model, lambda ids: torch.cat([ids[:, : -len(ending)], ending.expand(len(ids), -1)], 1))
-    assert_plain(found, "forward pre-hook", "alora")
+    found = check(model, prepare=lambda ids: torch.cat([ids[:, : -len(ending)], ending.expand(len(ids), -1)], 1))
+    fell_back(found, "forward pre-hook", "alora")
 
 
 def test_a_mixture_of_adapters(peft: Any, tmp_path: Path) -> None:
@@ -190,14 +152,14 @@ def test_a_mixture_of_adapters(peft: Any, tmp_path: Path) -> None:
     config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters=adapters)
     # Without a cache transformers encodes the images again for each token, so that none may be a placeholder.
     options = {"suppress_tokens": [tiny.special_ids(model.tiny_spec).image]}
-    assert_plain(check(peft.get_peft_model(model, config).eval(), **options), "forward pre-hook", "XLora")
+    fell_back(check(peft.get_peft_model(model, config).eval(), **options), "forward pre-hook", "XLora")
 
 
 def test_a_router_over_all_tokens(peft: Any) -> None:
     if not hasattr(peft, "LilyConfig"):
         pytest.skip("this version of peft has no Lily")
     found = check(wrapped(peft, peft.LilyConfig(target_modules=LAYERS)))
-    assert_plain(found, "layers.0.self_attn.q_proj", "logits depend on its other tokens")
+    fell_back(found, "layers.0.self_attn.q_proj", "logits depend on its other tokens")
 
 
 @pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "OFTConfig", "VeraConfig"])
@@ -205,7 +167,7 @@ def test_other_adapters_are_tested(peft: Any, kind: str) -> None:
     options = {"feedforward_modules": ["down_proj"]} if kind == "IA3Config" else {}
     model = wrapped(peft, getattr(peft, kind)(target_modules=LAYERS, **options))
     assert scan_modules(base_of(model)).foreign
-    assert_drafted(check(model))
+    drafted(check(model))
 
 
 # --- stand-ins --------------------------------------------------------------------------------------------------------
@@ -263,7 +225,7 @@ PeftWrapper.__module__ = "peft.peft_model"
 
 
 def test_the_model_in_a_wrapper_is_patched() -> None:
-    assert_drafted(check(PeftWrapper(fresh_model())))
+    drafted(check(PeftWrapper(fresh_model())))
     model = Wrapper(fresh_model())
     model.config = model.get_base_model().config
     with pytest.raises(TypeError, match=r"got Wrapper, which is none\. If it wraps one, patch the wrapped model"):
@@ -272,9 +234,9 @@ def test_the_model_in_a_wrapper_is_patched() -> None:
 
 def test_a_wrapper_that_replaces_a_method_in_each_call() -> None:
     model = PeftWrapper(fresh_model(), prompt=True)
-    assert_plain(check(model), "a prepare_inputs_for_generation of its own (Wrapper.learned)")
+    fell_back(check(model), "a prepare_inputs_for_generation of its own (Wrapper.learned)")
     assert "prepare_inputs_for_generation" in model.base_model.__dict__
-    assert_drafted(check(model.base_model))
+    drafted(check(model.base_model))
 
 
 def _alora_offsets_pre_forward_hook(target: Any, args: Any, kwargs: Any, alora_offsets: Any) -> Any:
@@ -288,7 +250,7 @@ def test_a_hook_of_peft_on_the_last_position() -> None:
     hook = in_peft(_alora_offsets_pre_forward_hook, "peft.tuners.lora.model")
     layer = model.get_decoder().layers[0].mlp.down_proj
     layer.register_forward_pre_hook(functools.partial(hook, alora_offsets=[1, 1]), with_kwargs=True)
-    assert_plain(check(model), "forward pre-hook (_alora_offsets_pre_forward_hook)")
+    fell_back(check(model), "forward pre-hook (_alora_offsets_pre_forward_hook)")
 
 
 class Routed(nn.Linear):

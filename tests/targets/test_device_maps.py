@@ -12,7 +12,7 @@ import pytest
 import tiny_heads as tiny_heads
 import tiny_models as tiny
 import torch
-from parity import GREEDY, SAMPLED, assert_parity
+from parity import GREEDY, assert_parity, check, drafted
 from transformers import PreTrainedModel
 
 from mmspec.interfaces.target import SharedEmbeddings
@@ -21,14 +21,6 @@ from mmspec.targets.module_scan import scan_modules
 
 def fresh_model() -> PreTrainedModel:
     return tiny.build_model(tiny.ModelSpec(seed=29))
-
-
-def assert_drafted(model: PreTrainedModel) -> None:
-    """Assert that trees are scored, with the plain output."""
-    inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
-    for mode in (GREEDY, SAMPLED):
-        stats = assert_parity(model, inputs, adversarial.BranchingDrafter(1), 2, **mode)
-        assert not stats.fallback_reason and stats.num_draft_tokens > 0, stats.fallback_reason
 
 
 MAP = {
@@ -56,7 +48,7 @@ def test_a_device_map(name: str, tmp_path: Path) -> None:
     model = dispatch_model(fresh_model(), OFFLOADED[name], "cpu", offload_dir=str(tmp_path), force_hooks=True)
     assert ("disk" in name) == any(weight.device.type == "meta" for weight in model.parameters())
     assert not scan_modules(model).can_use_inference_mode
-    assert_drafted(model)
+    drafted(check(model))
 
 
 def test_weights_in_main_memory_for_another_device() -> None:
@@ -65,7 +57,7 @@ def test_weights_in_main_memory_for_another_device() -> None:
     model = fresh_model()
     cpu_offload(model, torch.device("cpu"))
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
-    assert_drafted(model)
+    drafted(check(model))
 
 
 def test_a_device_map_of_from_pretrained(tmp_path: Path) -> None:
@@ -74,7 +66,7 @@ def test_a_device_map_of_from_pretrained(tmp_path: Path) -> None:
     model = type(saved).from_pretrained(tmp_path, device_map=MAP, offload_folder=str(tmp_path / "weights"))
     model.tiny_spec = saved.tiny_spec
     assert model.hf_device_map == MAP
-    assert_drafted(model.eval())
+    drafted(check(model.eval()))
 
 
 @pytest.mark.parametrize("drafter", ["auto", "hybrid", "recycling"])

@@ -20,7 +20,8 @@ import pytest
 import tiny_models as tiny
 import torch
 from near_ties import assert_equal_up_to_near_ties
-from parity import FAMILIES, GREEDY, SAMPLED, assert_parity, generate_plain, speculate
+from parity import FAMILIES, GREEDY, SAMPLED, check, drafted, fell_back, generate_plain, speculate
+from spies import spy_on
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -40,16 +41,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every round of a recognised model, whether the C decoder computed it."""
     if load_kernel() is None:
         pytest.skip("no compiler or another processor")
-    done: list[bool] = []
-    original = CForwards.score
-
-    def spy(self: CForwards, *args: Any) -> Any:
-        scored = original(self, *args)
-        done.append(scored is not None)
-        return scored
-
-    monkeypatch.setattr(CForwards, "score", spy)
-    return done
+    return spy_on(monkeypatch, CForwards, "score", lambda scored, *_: scored is not None)
 
 
 def fresh_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
@@ -76,29 +68,12 @@ def load(saved: PreTrainedModel, folder: Path, dtype: str, config: Any = None) -
     return model.eval()
 
 
-def check(model: PreTrainedModel) -> list[mmspec.Stats]:
-    """Assert that calls are equal patched and plain; their statistics."""
-    inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
-    options = {"tree_size": 8}
-    return [
-        assert_parity(model, inputs, adversarial.BranchingDrafter(1), 2, options, **mode) for mode in (GREEDY, SAMPLED)
-    ]
-
-
 def assert_drafted(model: PreTrainedModel) -> None:
     """Assert that trees are scored, with the plain output; in half precision up to near-ties."""
     if model.dtype != torch.float32:
         assert assert_equal_up_to_near_ties(model) > 0
         return
-    for stats in check(model):
-        assert not stats.fallback_reason and stats.num_draft_tokens > 0, stats.fallback_reason
-
-
-def assert_plain(model: PreTrainedModel, *names: str) -> None:
-    """Assert that all calls are decoded by transformers, for a reason with these names."""
-    for stats in check(model):
-        assert stats.fallback_reason and stats.fallback_calls == 1 and stats.num_draft_tokens == 0
-        assert all(name in stats.fallback_reason for name in names), stats.fallback_reason
+    drafted(check(model))
 
 
 def assert_exact_or_named(model: PreTrainedModel, name: str) -> None:
@@ -199,7 +174,7 @@ def test_activations_of_torchao(torchao: Any, dtype: str) -> None:
     ):
         model = fresh_model(dtype=dtype)
         torchao.quantize_(model, config, filter_fn=in_decoder)
-        assert_plain(model, "quantised activations of model.language_model.layers.0.self_attn.q_proj (Linear, Int")
+        fell_back(check(model), "quantised activations of model.language_model.layers.0.self_attn.q_proj (Linear, Int")
 
 
 # --- bitsandbytes -----------------------------------------------------------------------------------------------------
@@ -235,7 +210,7 @@ def test_four_bits_of_bitsandbytes_in_float32(bitsandbytes: Any, tmp_path: Path)
 @DTYPES
 def test_eight_bits_of_bitsandbytes(bitsandbytes: Any, dtype: str, tmp_path: Path) -> None:
     model = load_bitsandbytes(tmp_path, dtype, load_in_8bit=True)
-    assert_plain(model, "quantised activations of", "q_proj (Linear8bitLt")
+    fell_back(check(model), "quantised activations of", "q_proj (Linear8bitLt")
 
 
 def test_an_adapter_on_four_bits(bitsandbytes: Any, tmp_path: Path) -> None:
@@ -259,7 +234,9 @@ def load_packed(name: str, folder: Path, dtype: str) -> PreTrainedModel:
 def test_compressed_tensors(dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     assert_drafted(load_packed("w4a16", tmp_path / "weights", dtype))
-    assert_plain(load_packed("w8a8", tmp_path / "activations", dtype), "quantised activations of", "q_proj (Linear)")
+    fell_back(
+        check(load_packed("w8a8", tmp_path / "activations", dtype)), "quantised activations of", "q_proj (Linear)"
+    )
 
 
 @pytest.mark.slow  # the package compiles its kernel in the first forward
@@ -294,7 +271,7 @@ def test_a_weight_whose_input_is_quantised(name: str) -> None:
         setattr(part.weight, name, None)
     assert_drafted(model)
     setattr(layers_of(model)[3].weight, name, object())
-    assert_plain(model, "quantised activations of model.language_model.layers.1.mlp.gate_proj (Linear, Weight)")
+    fell_back(check(model), "quantised activations of model.language_model.layers.1.mlp.gate_proj (Linear, Weight)")
 
 
 def test_a_vision_tower_may_quantise_its_activations() -> None:
@@ -310,7 +287,7 @@ def test_a_scheme_of_compressed_tensors() -> None:
     layers_of(model)[0].quantization_scheme = scheme  # type: ignore[assignment]
     assert_drafted(model)
     scheme.input_activations = object()
-    assert_plain(model, "quantised activations of", "layers.0.mlp.gate_proj (Linear)")
+    fell_back(check(model), "quantised activations of", "layers.0.mlp.gate_proj (Linear)")
 
 
 class Packing(nn.Linear):
@@ -358,4 +335,4 @@ def test_a_library_layer_may_pack_its_weight(packing: Callable[[], PreTrainedMod
 def test_a_layer_of_eight_bits(packing: Callable[[], PreTrainedModel]) -> None:
     model = packing()
     layers_of(model)[1].__class__ = Linear8bitLt
-    assert_plain(model, "quantised activations of", "layers.0.mlp.up_proj (Linear8bitLt)")
+    fell_back(check(model), "quantised activations of", "layers.0.mlp.up_proj (Linear8bitLt)")

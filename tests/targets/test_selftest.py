@@ -19,7 +19,7 @@ import fuzz as fuzz
 import pytest
 import tiny_models as tiny
 import torch
-from parity import FAMILIES
+from parity import FAMILIES, GREEDY, check, drafted, fell_back
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
@@ -31,11 +31,6 @@ from mmspec.targets import agreement, selftest
 from mmspec.targets.module_scan import is_library_code, scan_modules
 from mmspec.targets.registry import find_adapter
 
-MODES: list[dict[str, Any]] = [
-    {"do_sample": False, "max_new_tokens": 16},
-    {"do_sample": True, "top_k": 0, "max_new_tokens": 16},
-]
-
 
 def fresh_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
     """A model that a test may change."""
@@ -45,43 +40,6 @@ def fresh_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
 def decoder(model: PreTrainedModel) -> Any:
     """The text model."""
     return model.get_decoder()
-
-
-def check(model: PreTrainedModel, reset: Callable[[], Any] = lambda: None) -> list[mmspec.Stats]:
-    """Assert that patched calls equal plain ones in tokens and generator; their statistics.
-
-    `reset` puts the state of user code back before each call.
-    """
-    given, found = tiny.build_inputs(model, 27, 2, images=[1, 1]), []
-    for mode in MODES:
-        results = []
-        for patched in (False, True):
-            reset()
-            torch.manual_seed(2)
-            random.seed(2)
-            if patched:
-                with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
-                    text = model.generate(**given, **mode)
-                    found.append(mmspec.stats(model, last=True))
-            else:
-                text = model.generate(**given, **mode)
-            results.append((text, torch.get_rng_state(), random.getstate()))
-        assert torch.equal(results[0][0], results[1][0])
-        assert torch.equal(results[0][1], results[1][1]) and results[0][2] == results[1][2]
-    return found
-
-
-def fell_back(found: list[mmspec.Stats], *names: str) -> None:
-    """Assert that all calls fell back, for a reason with these names."""
-    for stats in found:
-        assert stats.fallback_reason and stats.fallback_calls == 1
-        assert all(name in stats.fallback_reason for name in names), stats.fallback_reason
-
-
-def drafted(found: list[mmspec.Stats]) -> None:
-    """Assert that no call fell back, and that trees were scored."""
-    for stats in found:
-        assert not stats.fallback_reason and stats.num_draft_tokens > 0
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
@@ -272,7 +230,7 @@ def test_a_foreign_module_that_passes_is_drafted(family: str) -> None:
 def test_a_foreign_module_in_another_precision(dtype: str) -> None:
     model = swapped(Same, dtype=dtype)
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
-        model.generate(**tiny.build_inputs(model, 27, 2, images=[1, 1]), **MODES[0])
+        model.generate(**tiny.build_inputs(model, 27, 2, images=[1, 1]), **GREEDY)
         drafted([mmspec.stats(model, last=True)])
 
 
@@ -322,10 +280,10 @@ def test_the_self_test_runs_once_and_again_when_something_changes(monkeypatch: p
     given = tiny.build_inputs(model, 27, 1, images=[1])
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
         for _ in range(3):
-            model.generate(**given, **MODES[0])
+            model.generate(**given, **GREEDY)
         assert len(runs) == 1
         decoder(model).layers[0].mlp.down_proj.__class__ = Scaled
-        model.generate(**given, **MODES[0])
+        model.generate(**given, **GREEDY)
         assert len(runs) == 2 and mmspec.stats(model, last=True).fallback_reason
 
 
@@ -529,7 +487,7 @@ def test_one_pass_over_the_modules_until_one_changes(monkeypatch: pytest.MonkeyP
         for change, count in zip(changes, (1, 1, 2, 2, 3), strict=True):
             if change is not None:
                 change()
-            model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), **MODES[0])
+            model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), **GREEDY)
             assert passes == count * [model]
         walked = list(walks)  # `unpatch` looks for hooks
     assert not any(part is model for part in walked), "a walk over all modules besides the one pass"
@@ -657,7 +615,7 @@ def test_a_model_in_train_mode_is_judged_at_its_first_call(faulty: Any) -> None:
     model = faulty(_one_scale).train()
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
         model.eval()
-        model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), **MODES[0])
+        model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), **GREEDY)
         fell_back([mmspec.stats(model, last=True)], "failed self-test", "depend on its other tokens")
 
 
