@@ -44,11 +44,18 @@ class UserCode(BaseStreamer):
         """That of `generate`."""
         if self.where == "streamer":
             return {"streamer": self}
-        return {{"criterion": "stopping_criteria", "processor": "logits_processor"}[self.where]: [self]}
+        if self.where == "criterion":
+            return {"stopping_criteria": [self]}
+        return {"logits_processor": [self.process]}
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.put(input_ids)
-        return scores if self.where == "processor" else torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """As a processor, which gets no further arguments."""
+        self.put(input_ids)
+        return scores
 
     def put(self, value: Tensor) -> None:
         self.calls += 1

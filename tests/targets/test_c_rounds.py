@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tiny_heads
+import session_changes
 import tiny_models as tiny
 import torch
 from parity import Kwargs, generate_plain, generate_tokens, get_model, speculate
+from spies import UserCode, at, spy_on
 from test_targets import bush, inside
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 import mmspec
 from mmspec.cpu import decoder
 from mmspec.cpu.c_kernel import load_kernel
-from mmspec.cpu.decoder import CDecoder, DecoderInputs
+from mmspec.cpu.decoder import CDecoder
 from mmspec.targets import c_check
 from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.hf import HFTarget
@@ -46,16 +47,7 @@ HALVES = ("bfloat16", "float16")
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every round of a recognised model, whether the C decoder computed it."""
-    done: list[bool] = []
-    original = CForwards.score
-
-    def spy(self: CForwards, *args: Any) -> Any:
-        scored = original(self, *args)
-        done.append(scored is not None)
-        return scored
-
-    monkeypatch.setattr(CForwards, "score", spy)
-    return done
+    return spy_on(monkeypatch, CForwards, "score", lambda scored, *_: scored is not None)
 
 
 def score_all_rows(self: HFTarget, *args: Any, score: Callable[..., Any] = HFTarget.score) -> Any:
@@ -279,14 +271,7 @@ def test_rows_that_have_ended_are_not_computed(
     tokens = generate_tokens(model, inputs, max_new_tokens=16, do_sample=False)
     ends: Kwargs = {"eos_token_id": [row[step] for row, step in zip(tokens, (2, 9, 5), strict=False)]}
     ends |= {"pad_token_id": 0, "max_new_tokens": 16, "do_sample": False}
-    computed: list[int] = []
-    forward = CDecoder.forward
-
-    def spy(self: CDecoder, given: DecoderInputs, *args: Any) -> Any:
-        computed.append(len(given.tokens))
-        return forward(self, given, *args)
-
-    monkeypatch.setattr(CDecoder, "forward", spy)
+    computed = spy_on(monkeypatch, CDecoder, "forward", lambda _, decoder, given, *args: len(given.tokens))
     plain = generate_plain(model, inputs, **ends)
     with speculate(model, drafter, plain):
         mine = generate_plain(model, inputs, **ends)
@@ -343,19 +328,6 @@ def test_experts_as_mixtral_has_them(dtype: str, implementation: str, forwards: 
     if dtype == "float32":
         assert torch.equal(mine.sequences, plain.sequences)
     assert torch.allclose(mine.logits[1], plain.logits[1], atol=1e-5 if dtype == "float32" else 0.05)
-
-
-@pytest.mark.parametrize("kind", ["leaning-coupled", "flash"])
-def test_in_half_precision_heads_change_nothing(kind: str, forwards: list[bool]) -> None:
-    spec = tiny.ModelSpec(family="llava", seed=17, dtype="bfloat16")
-    model = tiny.build_model(spec)
-    inputs = tiny.build_inputs(model, 5, 2)
-    results = []
-    for drafter in ("none", tiny_heads.build_drafter(kind, spec)):
-        with speculate(model, drafter):
-            results.append(generate_plain(model, inputs, **OUTPUTS))
-    assert forwards and all(forwards) and torch.equal(results[0].sequences, results[1].sequences)
-    assert all(map(torch.equal, results[0].logits, results[1].logits))
 
 
 def test_eager_attention_in_half_precision_gives_the_bits_of_the_model(forwards: list[bool]) -> None:
@@ -472,92 +444,49 @@ def test_a_model_of_two_types_runs_in_torch(part: str, forwards: list[bool]) -> 
 # --- what is left to the model ----------------------------------------------------------------------------------------
 
 
-def _hook(model: PreTrainedModel) -> Any:
-    return model.get_decoder().layers[1].mlp.register_forward_hook(lambda module, args, output: output)
+class Mine(nn.Linear):
+    """A layer of the user's."""
 
 
-def _replace_layer(model: PreTrainedModel) -> Any:
-    class Mine(nn.Linear):
-        pass
-
-    mlp = model.get_decoder().layers[0].mlp
-    mine, before = Mine(mlp.up_proj.in_features, mlp.up_proj.out_features, bias=False), mlp.up_proj
-    mine.weight, mlp.up_proj = before.weight, mine
-    return lambda: setattr(mlp, "up_proj", before)
-
-
-def _add_module(model: PreTrainedModel) -> Any:
-    mlp = model.get_decoder().layers[0].mlp
-    mlp.extra = nn.Identity()
-    return lambda: delattr(mlp, "extra")
-
-
-def _replace_forward(model: PreTrainedModel) -> Any:
-    norm = model.get_decoder().norm
-    norm.forward = type(norm).forward.__get__(norm)
-    return lambda: norm.__dict__.pop("forward")
-
-
-def _gelu(model: PreTrainedModel) -> Any:
-    mlp = model.get_decoder().layers[0].mlp
-    before, mlp.act_fn = mlp.act_fn, nn.GELU()
-    return lambda: setattr(mlp, "act_fn", before)
-
-
-def _max_norm(model: PreTrainedModel) -> Any:
-    embeddings = model.get_input_embeddings()
-    embeddings.max_norm = 1e9
-    return lambda: setattr(embeddings, "max_norm", None)
-
-
-def _strided_weight(model: PreTrainedModel) -> Any:
-    linear = model.get_decoder().layers[0].mlp.up_proj
-    before = linear.weight.data
-    linear.weight.data = before.t().contiguous().t()
-    return lambda: setattr(linear.weight, "data", before)
-
-
-def _other_eps(model: PreTrainedModel) -> Any:
-    norm = model.get_decoder().norm
-    before, norm.variance_epsilon = norm.variance_epsilon, 0.5
-    return lambda: setattr(norm, "variance_epsilon", before)
-
-
-def _replace_function(model: PreTrainedModel) -> Any:
+def replace_function(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> None:
     module = sys.modules[type(model.get_decoder()).__module__]
     before = module.apply_rotary_pos_emb
-    module.apply_rotary_pos_emb = lambda query, key, *args: before(2 * query, key, *args)
-    return lambda: setattr(module, "apply_rotary_pos_emb", before)
+    patch.setattr(module, "apply_rotary_pos_emb", lambda query, key, *args: before(2 * query, key, *args))
 
 
-def _replace_call(model: PreTrainedModel) -> Any:
-    kind = type(model.get_decoder().norm)
-    kind.__call__ = lambda self, states: 2 * nn.Module.__call__(self, states)
-    return lambda: delattr(kind, "__call__")
+def replace_call(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> None:
+    twice = lambda self, states: 2 * nn.Module.__call__(self, states)  # noqa: E731
+    patch.setattr(type(model.get_decoder().norm), "__call__", twice)
 
 
-def _fewer_layers(model: PreTrainedModel) -> Any:
-    config = model.get_decoder().config
-    before, config.num_hidden_layers = config.num_hidden_layers, 1
-    return lambda: setattr(config, "num_hidden_layers", before)
+def strided_weight(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> None:
+    linear = model.get_decoder().layers[0].mlp.up_proj
+    linear.weight.data = linear.weight.data.t().contiguous().t()
 
 
-CHANGES = (
-    *(_hook, _replace_layer, _add_module, _replace_forward, _gelu, _max_norm, _strided_weight, _other_eps),
-    *(_replace_function, _replace_call, _fewer_layers),
-)
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+    **{
+        name: lambda model, patch, name=name: session_changes.CHANGES[name](model)
+        for name in ("a hook", "a forward", "an activation")
+    },
+    "a class": lambda model, patch: setattr(model.get_decoder().layers[0].mlp.up_proj, "__class__", Mine),
+    "another module": lambda model, patch: setattr(model.get_decoder().layers[0].mlp, "extra", nn.Identity()),
+    "embeddings of a largest norm": lambda model, patch: setattr(model.get_input_embeddings(), "max_norm", 1e9),
+    "a strided weight": strided_weight,
+    "another epsilon": lambda model, patch: setattr(model.get_decoder().norm, "variance_epsilon", 0.5),
+    "fewer layers": lambda model, patch: setattr(model.get_decoder().config, "num_hidden_layers", 1),
+    "a function": replace_function,
+    "a call": replace_call,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
-def test_changed_models_are_not_recognised(change: Callable[[PreTrainedModel], Any]) -> None:
-    model = get_model("llava", seed=13)
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_models_are_not_recognised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build_model(tiny.ModelSpec(seed=13))
     inputs = tiny.build_inputs(model, 4, 1)
-    undo = change(model)
-    try:
-        inside(model, inputs, lambda target: (use_c(target), _assert_is_c(target, False)))
-    finally:
-        undo.remove() if hasattr(undo, "remove") else undo()
-    inside(model, inputs, lambda target: (use_c(target), _assert_is_c(target, True)))
+    for is_c in (True, False):
+        inside(model, inputs, lambda target, is_c=is_c: (use_c(target), _assert_is_c(target, is_c)))
+        CHANGES[name](model, monkeypatch)
 
 
 def _assert_is_c(target: HFTarget, is_c: bool) -> None:
@@ -613,9 +542,7 @@ def test_what_no_trait_describes_is_found_by_the_test(kind: str, monkeypatch: py
 def test_a_model_is_tested_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build_model(tiny.ModelSpec(seed=20))
     inputs = tiny.build_inputs(model, 4, 1, images=[0])
-    tested: list[bool] = []
-    original = c_check._agreeing_shape
-    monkeypatch.setattr(c_check, "_agreeing_shape", lambda *args: tested.append(True) or original(*args))
+    tested = spy_on(monkeypatch, c_check, "_agreeing_shape")
     for change, count in ((None, 1), (None, 1), ("weights", 1), ("eps", 2), (None, 2)):
         if change == "weights":
             model.get_decoder().layers[0].mlp.up_proj.weight.data.mul_(2)
@@ -632,9 +559,7 @@ def test_a_model_is_tested_once_and_again_after_a_change(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_one_token_needs_no_rounds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, read = get_model("llava", seed=14), []
-    original = HFTarget.use_c
-    monkeypatch.setattr(HFTarget, "use_c", lambda *args: read.append(args) or original(*args))
+    model, read = get_model("llava", seed=14), spy_on(monkeypatch, HFTarget, "use_c")
     with speculate(model, "lookup"):
         generate_plain(model, tiny.build_inputs(model, 4, 1), **{**OUTPUTS, "max_new_tokens": tokens})
     assert len(read) == tokens - 1
@@ -718,7 +643,7 @@ def test_the_scale_of_the_embeddings_edited_without_a_trace(during: bool, forwar
         generate_plain(model, inputs, **OUTPUTS)
         if not during:
             change()
-        results.append(generate_plain(model, inputs, streamer=Meddler(change) if during else None, **OUTPUTS))
+        results.append(generate_plain(model, inputs, streamer=meddler(change) if during else None, **OUTPUTS))
     assert True in forwards and torch.equal(results[0].sequences, results[1].sequences)
     torch.testing.assert_close(torch.stack(results[1].logits), torch.stack(results[0].logits), atol=1e-3, rtol=1e-3)
 
@@ -732,7 +657,7 @@ def test_changes_of_what_is_no_weight(kind: str) -> None:
         inputs = tiny.build_inputs(model, 6, 1)
         if is_patched:
             mmspec.patch(model, "none")
-        changer = Meddler(functools.partial(CHANGES_DURING_A_CALL[kind], model))
+        changer = meddler(functools.partial(CHANGES_DURING_A_CALL[kind], model))
         results += [
             generate_plain(model, inputs, streamer=changer, **OUTPUTS),
             generate_plain(model, inputs, **OUTPUTS),
@@ -746,19 +671,9 @@ def _score_wide(target: HFTarget) -> None:
     target.score(bush(random.Random(1), [9, 9, 9], 64, [9]))
 
 
-class Meddler:
+def meddler(change: Callable[[], Any]) -> UserCode:
     """A streamer that changes the model when the third token arrives."""
-
-    def __init__(self, change: Callable[[], Any]) -> None:
-        self.change, self.calls = change, 0
-
-    def put(self, value: Tensor) -> None:
-        self.calls += 1
-        if self.calls == 4:
-            self.change()
-
-    def end(self) -> None:
-        pass
+    return UserCode(at(3, change))
 
 
 @pytest.mark.parametrize(("family", "name"), [("glm4v", "gate_up_proj"), ("qwen3_vl_moe", "experts")])
@@ -774,7 +689,7 @@ def test_changes_of_weights_that_c_reads_in_parts(family: str, name: str, kind: 
 
     def generate() -> Any:
         try:
-            return generate_plain(model, inputs, streamer=Meddler(change), **OUTPUTS)
+            return generate_plain(model, inputs, streamer=meddler(change), **OUTPUTS)
         finally:
             weight.data = before.clone()
 
@@ -804,7 +719,7 @@ def test_changes_by_user_code_during_a_call_take_effect(kind: str, forwards: lis
 
     def generate() -> Tensor:
         try:
-            return generate_plain(model, inputs, max_new_tokens=16, do_sample=False, streamer=Meddler(changes[kind]))
+            return generate_plain(model, inputs, max_new_tokens=16, do_sample=False, streamer=meddler(changes[kind]))
         finally:
             mlp.down_proj = down
             down.weight.data = before.clone()
