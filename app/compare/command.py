@@ -107,17 +107,17 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     from mmspec.app.io.images import media_images
     from mmspec.app.modeling.chat import build_inputs, check_length
     from mmspec.app.modeling.load import load_model, load_text_model
-    from mmspec.app.modeling.text import chat_text, is_text_model, text_inputs
+    from mmspec.app.modeling.text import is_text_model
     from mmspec.app.scenes.examples import list_example_files
     from mmspec.vision.video.decoder_pool import DecoderPool
 
     if is_text_model(args.model):
         if args.image is not None:
             raise UsageError(f"--image: {args.model} reads no pictures; leave it out")
-        text_model, tokenizer = load_text_model(args.model, args.dtype, args.device)
-        inputs = text_inputs(text_model, tokenizer, [chat_text(tokenizer, args.prompt or TEXT_PROMPT)])
-        check_length(text_model, inputs, args.new_tokens)
-        return text_model, tokenizer, inputs
+        model, processor = load_text_model(args.model, args.dtype, args.device)
+        inputs = build_inputs(model, processor, [()], [args.prompt or TEXT_PROMPT])
+        check_length(model, inputs, args.new_tokens)
+        return model, processor, inputs
     question = [args.prompt or PROMPT]
     path = args.image or str(list_example_files()[0])
     with DecoderPool() as decoders:

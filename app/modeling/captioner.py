@@ -128,6 +128,11 @@ class Captioner:
     _prompt_end: Sequence[int] = ()
 
     @property
+    def tokenizer(self) -> Any:
+        """Of the processor, or the processor itself of a language model."""
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    @property
     def dtype(self) -> str:
         """Precision of the weights, as in "float32"."""
         return str(self.model.dtype).removeprefix("torch.")
@@ -222,7 +227,7 @@ class Captioner:
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         options |= self.sampling.generation_kwargs(self.model.generation_config)
         if self.stop:
-            options |= {"stop_strings": list(self.stop), "tokenizer": self.processor.tokenizer}
+            options |= {"stop_strings": list(self.stop), "tokenizer": self.tokenizer}
         if self.grammar is not None:
             from xgrammar.contrib.hf import LogitsProcessor
 
@@ -267,7 +272,7 @@ class Captioner:
 
     def _decode(self, ids: list[int], special: bool = False) -> str:
         """The text of an answer; of one that goes on from a start with the space that is between them."""
-        decode = self.processor.tokenizer.decode
+        decode = self.tokenizer.decode
         before: str = decode(self._prompt_end, skip_special_tokens=not special) if self._prompt_end else ""
         text: str = decode([*self._prompt_end, *ids], skip_special_tokens=not special)
         size = next((n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
@@ -275,7 +280,7 @@ class Captioner:
 
     def _without_special(self, text: str) -> str:
         """A text without special tokens, of which thoughts have been cut out."""
-        for token in self.processor.tokenizer.all_special_tokens:
+        for token in self.tokenizer.all_special_tokens:
             text = text.replace(token, "")
         return text
 
@@ -312,7 +317,7 @@ class Captioner:
         found = mmspec.compare(self.model, inputs, **self.generation_kwargs()).first_divergence
         if found is None:
             return "not found in a second run, which indicates rounding that is not reproducible"
-        token = self.processor.tokenizer.convert_ids_to_tokens
+        token = self.tokenizer.convert_ids_to_tokens
         difference = " / ".join("end" if i < 0 else repr(token(i)) for i in (found.plain, found.patched))
         return f"at token {found.column}: {difference} (plain / mmspec), logit margin {found.margin:.2e}"
 

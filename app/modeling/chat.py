@@ -72,6 +72,7 @@ def build_inputs(
     """Keyword arguments of `generate`, one row per question, on the model's device and in its dtype.
 
     Args:
+        processor: of a language model its tokenizer: then there are no media, and no options of `chat`.
         media: at the beginning of each row; pictures larger than `chat.max_pixels` are shrunk.
         questions: one per row. Placeholder tokens of the media at its beginning or end are left out, as many as there
             are media: data sets are written with them. Those within it say where the media stand (`chat.in_place`).
@@ -81,6 +82,8 @@ def build_inputs(
     Raises:
         UsageError: a question contains another placeholder token.
     """
+    if hasattr(processor, "convert_ids_to_tokens"):  # a tokenizer
+        return _text_inputs(model, processor, questions, turns)
     counts = [1 if isinstance(one, Video) else len(media_images(one)) for one in media]
     places = [media_places(processor, *one, chat.in_place) for one in zip(questions, counts, strict=True)]
     for text in itertools.chain(*places):
@@ -112,6 +115,21 @@ def build_inputs(
         media_inputs = {f"{kind}s": values for kind, values in flat.items() if values}
         outputs = processor(text=texts, return_tensors="pt", **media_inputs, **options)
     return {name: to_model_device(model, name, value) for name, value in outputs.items()}
+
+
+def _text_inputs(
+    model: PreTrainedModel, tokenizer: Any, questions: Sequence[str], turns: Sequence[Sequence[ChatTurn]]
+) -> dict[str, Any]:
+    """The same of a language model: by the chat template, or the lines alone."""
+    has_template = tokenizer.chat_template is not None
+    prompts = []
+    for question, before in zip(questions, turns or [()] * len(questions), strict=True):
+        texts = [*(text for turn in before for text in (turn.question, turn.answer)), question]
+        messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+        ending: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
+        prompts.append(tokenizer.apply_chat_template(messages, **ending) if has_template else "\n".join(texts))
+    inputs = tokenizer(prompts, add_special_tokens=not has_template, padding=True, return_tensors="pt")
+    return {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
 
 
 def takes_several_pictures(processor: ProcessorMixin) -> bool:

@@ -1,14 +1,11 @@
-"""Language models without pictures, for the commands that take them too: which models they are, and their inputs."""
+"""Language models without pictures, for the commands that take them too: which models they are."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
 
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import UsageError
-from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import read_model_config
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.hints import looks_like_path
@@ -41,29 +38,3 @@ def is_text_model(source: str) -> bool:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UsageError(f"{source}: its type {kind!r} generates no text in transformers; choose another model")
     return True
-
-
-def chat_text(tokenizer: Any, *texts: str) -> str:
-    """The prompt of texts of a user and the model, in turn: by the chat template, or the lines alone."""
-    if tokenizer.chat_template is None:
-        return "\n".join(texts)
-    roles = ("user", "assistant")
-    messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
-    text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return text
-
-
-def text_inputs(model: Any, tokenizer: Any, prompts: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments of `generate` for prompts of `chat_text`, padded on the left."""
-    inputs = tokenizer(
-        list(prompts), add_special_tokens=tokenizer.chat_template is None, padding=True, return_tensors="pt"
-    )
-    return {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-
-
-class TextCaptioner(Captioner):
-    """`Captioner` of a language model: the processor is its tokenizer, and there are no media."""
-
-    def build_inputs(self, media: Sequence[Any], prompts: Sequence[str]) -> dict[str, Any]:
-        """Keyword arguments of `generate` for questions, padded on the left."""
-        return text_inputs(self.model, self.processor, [chat_text(self.processor, prompt) for prompt in prompts])

@@ -21,7 +21,7 @@ from mmspec.app.io.images import media_images
 from mmspec.app.io.jsonl import replace_file
 from mmspec.app.modeling.captioner import Captioner, out_of_memory
 from mmspec.app.train.answers import MAX_ANSWER_TOKENS, answer_ids, check_answer
-from mmspec.app.train.datasets import Request, RequestDataset
+from mmspec.app.train.datasets import Request, Requests
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
@@ -48,7 +48,7 @@ class Teacher:
         has_axes: whether batches carry the target's own position ids, if it counts on several axes.
     """
 
-    def __init__(self, model: Any, processor: Any, data: RequestDataset, cache_bytes: int = 0) -> None:
+    def __init__(self, model: Any, processor: Any, data: Requests, cache_bytes: int = 0) -> None:
         """
         Args:
             model: the target.
@@ -60,7 +60,7 @@ class Teacher:
         self.cache_bytes = cache_bytes
         self._cache: dict[int, TrainBatch] = {}
         self.captioner, self.data, self.adapter = Captioner(model, processor), data, find_adapter(model)
-        self.model, self.tokenizer = model, processor.tokenizer
+        self.model, self.tokenizer = model, self.captioner.tokenizer
         self.aux_layers: tuple[int, ...] = ()
         self.has_axes = False
         self.max_new_tokens = 0
@@ -198,7 +198,7 @@ class Teacher:
         return outputs
 
     def build_inputs(
-        self, data: RequestDataset, indices: Sequence[int], requests: Sequence[Request] | None = None
+        self, data: Requests, indices: Sequence[int], requests: Sequence[Request] | None = None
     ) -> tuple[Sequence[Request], dict[str, Any]]:
         """Requests of `data`, and the target's inputs of them.
 
@@ -217,8 +217,9 @@ class Teacher:
                 return requests, self._checked_inputs(requests)
             except Exception as error:  # processors raise nearly any type
                 refused = None if out_of_memory(error) else self._first_refused(requests)
-                if refused is None or not data.reject(indices[refused[0]], refused[1]):
+                if refused is None:
                     raise
+                data.reject(indices[refused[0]], refused[1])
             requests = None
 
     def _checked_inputs(self, requests: Sequence[Request]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Requests that a drafter is trained on: images and videos that the user names."""
+"""Requests that a drafter is trained on: images and videos that the user names, or the questions of text files."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 from mmspec.app.caption.config import MAX_PIXELS
 from mmspec.app.caption.option_fields import FRAMES
@@ -17,9 +19,12 @@ from mmspec.app.io.held import Spool
 from mmspec.app.io.images import ImageError, Media, Video
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import SourceOptions
-from mmspec.app.io.text import find_fault
+from mmspec.app.io.text import decode_text, find_fault
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.samplers import Uniform
+
+MAX_NAMED_SKIPS = 8
+"""Requests that are left out, each of which is named."""
 
 
 @dataclass(frozen=True)
@@ -31,66 +36,78 @@ class Request:
     answer: str | None = None
 
 
-class RequestDataset(Protocol):
-    """Requests by index, the same in every run."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Request: ...
-
-    @property
-    def digest(self) -> str:
-        """Hash of all that is asked."""
-        ...
-
-    def reject(self, index: int, error: Exception) -> bool:
-        """Leave out a request that the target cannot take.
-
-        Returns:
-            Whether another takes its place; False where all are made to be taken.
-        """
-
-
-MAX_NAMED_SKIPS = 8
-"""Requests that are left out, each of which is named."""
-
-
-class StandIns:
-    """Requests that cannot be used are counted, and the next one takes the place of each, in every run alike.
+class Requests:
+    """Requests by index. One that cannot be used is counted, and the next one takes its place, in every run alike.
 
     Attributes:
-        left_out: their numbers.
+        digest: hash of all that is asked.
+        left_out: numbers of the requests that cannot be used.
+        also_text: as many follow, the same questions without media.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    also_text = False
+
+    def __init__(self, asked: Sequence[Any]) -> None:
+        """`asked` is what the digest is of, for each request."""
+        self.digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
         self.left_out: set[int] = set()
+        self._all = self._part = range(len(asked))
 
-    def find(self, index: int, part: range | None = None) -> int:
-        """Which request is in the place of `index`: itself, the next one of a part, or any if the part has none.
+    def part(self, numbers: range, also_text: bool = False) -> Requests:
+        """Some of the requests, indexed from 0; they stand in for each other."""
+        part = copy.copy(self)
+        part._part, part.also_text = numbers, also_text
+        return part
 
-        Args:
-            part: None for all.
+    def __len__(self) -> int:
+        return len(self._part) * (2 if self.also_text else 1)
+
+    def __getitem__(self, index: int) -> Request:
+        """Request `index`, or what stands in for it.
 
         Raises:
             UsageError: none can be used.
         """
-        part = part or range(self.count)
-        for number in (*range(index, part.stop), *range(part.start, index), *range(self.count)):
+        while True:
+            number = self._find(index)
+            try:
+                request = self.load(number)
+            except ImageError as error:
+                self._leave_out(number, error)
+            else:
+                return request if index < len(self._part) else Request((), request.question)
+
+    def reject(self, index: int, error: Exception) -> None:
+        """Leave out a request that the target cannot take."""
+        self._leave_out(self._find(index), error)
+
+    def load(self, number: int) -> Request:
+        """One of all requests; an ImageError: it cannot be used."""
+        raise NotImplementedError
+
+    def name(self, number: int) -> str:
+        """Its name in messages."""
+        raise NotImplementedError
+
+    def _find(self, index: int) -> int:
+        """Which request is in the place of `index`: itself, the next one of the part, or any if the part has none."""
+        first, part = self._part[index % len(self._part)], self._part
+        for number in (*range(first, part.stop), *range(part.start, first), *self._all):
             if number not in self.left_out:
                 return number
-        raise UsageError(f"--data: none of the {self.count} requests can be used")
+        raise UsageError(f"--data: none of the {len(self._all)} requests can be used")
 
-    def leave_out(self, number: int, name: str, error: Exception) -> None:
-        """Count a request that cannot be used."""
+    def _leave_out(self, number: int, error: Exception) -> None:
         self.left_out.add(number)
         total = len(self.left_out)
         if total <= MAX_NAMED_SKIPS or total & (total - 1) == 0:  # then each time that it has doubled
-            count = f"{total} of {self.count} so far"
-            print_stderr(f"mmspec: skipped {name}: {one_line(error)} ({count}; the next one takes its place)")
+            count = f"{total} of {len(self._all)} so far"
+            print_stderr(
+                f"mmspec: skipped {self.name(number)}: {one_line(error)} ({count}; the next one takes its place)"
+            )
 
 
-class FileData:
+class FileData(Requests):
     """Requests about images and videos that the user names; a list may bring prompts and answers."""
 
     def __init__(self, paths: Sequence[str], source: SourceOptions | None = None, prompt: str | None = None) -> None:
@@ -108,91 +125,70 @@ class FileData:
         self.items = [self._spool.keep(item) for item in inputs.rows(lambda ident: False)]
         for line in inputs.left_out():
             print_stderr(f"mmspec: {line}")
-        self.stand_ins = StandIns(len(self.items))
         self.decoders = DecoderPool()  # starts no process before there is a file to decode
+        super().__init__([(str(item.path), item.resolve_prompt(prompt), item.answer) for item in self.items])
 
-    def __len__(self) -> int:
-        return len(self.items)
+    def load(self, number: int) -> Request:
+        item = self.items[number]
+        if (fault := find_fault(item.answer or "")) is not None:
+            raise ImageError("BadText", f"the answer {fault}")
+        media = decode_item(item, Uniform(FRAMES), MAX_PIXELS, self.decoders)
+        return Request(media, item.resolve_prompt(self._prompt, isinstance(media, Video)), item.answer)
 
-    @property
-    def digest(self) -> str:
-        """Hash of the list of files, questions and answers."""
-        listed = json.dumps([(str(item.path), item.resolve_prompt(self._prompt), item.answer) for item in self.items])
-        return hashlib.sha256(listed.encode()).hexdigest()[:16]
-
-    def __getitem__(self, index: int) -> Request:
-        return self.request(index)
-
-    def request(self, index: int, part: range | None = None) -> Request:
-        """Request `index` of a part of the data, or what stands in for it (`StandIns`).
-
-        Raises:
-            UsageError: none can be read.
-        """
-        while True:
-            number = self.stand_ins.find(index, part)
-            item = self.items[number]
-            try:
-                if (fault := find_fault(item.answer or "")) is not None:
-                    raise ImageError("BadText", f"the answer {fault}")
-                media = decode_item(item, Uniform(FRAMES), MAX_PIXELS, self.decoders)
-            except ImageError as error:
-                self.stand_ins.leave_out(number, item.id, error)
-            else:
-                question = item.resolve_prompt(self._prompt, isinstance(media, Video))
-                return Request(media, question, item.answer)
-
-    def reject(self, index: int, error: Exception, part: range | None = None) -> bool:
-        """As `RequestDataset`, of a part."""
-        number = self.stand_ins.find(index, part)
-        self.stand_ins.leave_out(number, self.items[number].id, error)
-        return True
+    def name(self, number: int) -> str:
+        return self.items[number].id
 
 
-class Subset:
-    """A range of the requests of a dataset, indexed from 0."""
+class TextRequests(Requests):
+    """Questions without images."""
 
-    def __init__(self, data: FileData, indices: range) -> None:
-        self.data, self.indices = data, indices
+    def __init__(self, questions: Sequence[str]) -> None:
+        self.questions = list(questions)
+        super().__init__(self.questions)
 
-    @property
-    def digest(self) -> str:
-        """Hash of the whole dataset."""
-        return self.data.digest
+    def load(self, number: int) -> Request:
+        return Request([], self.questions[number])
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Request:
-        return self.data.request(self.indices[index], self.indices)
-
-    def reject(self, index: int, error: Exception) -> bool:
-        """As `RequestDataset`."""
-        return self.data.reject(self.indices[index], error, self.indices)
+    def name(self, number: int) -> str:
+        return repr(self.questions[number][:40])
 
 
-class TextOnlyAugmented:
-    """A dataset followed by the same questions without media: index n + len(data) is request n as text alone."""
+def read_questions(paths: Sequence[str]) -> list[str]:
+    """The lines of text files that are not empty; of .jsonl files the "prompt" of each row.
 
-    def __init__(self, data: RequestDataset) -> None:
-        self.data = data
+    Raises:
+        UsageError: a file cannot be read, or there is no line in any of them.
+    """
+    questions: list[str] = []
+    for path in paths:
+        try:
+            text = decode_text(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"--data {path}: {one_line(error)}; for a language model --data names text files, a request per line"
+            ) from error
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if path.endswith(".jsonl"):
+            lines = [_prompt_of(path, number, line) for number, line in enumerate(lines, 1)]
+        good = [line for line in lines if find_fault(line) is None]
+        if len(good) < len(lines):
+            first = next(line for line in lines if find_fault(line) is not None)
+            print_stderr(f"mmspec: {path}: skipped {len(lines) - len(good)} requests; the first {find_fault(first)}")
+        questions += good
+    if not questions:
+        raise UsageError("--data: the text files are empty; they hold a request per line")
+    return questions
 
-    def __len__(self) -> int:
-        return 2 * len(self.data)
 
-    def __getitem__(self, index: int) -> Request:
-        if index < len(self.data):
-            return self.data[index]
-        return Request((), self.data[index - len(self.data)].question)
-
-    @property
-    def digest(self) -> str:
-        """Hash of the dataset."""
-        return self.data.digest
-
-    def reject(self, index: int, error: Exception) -> bool:
-        """As `RequestDataset`."""
-        return self.data.reject(index % len(self.data), error)
+def _prompt_of(path: str, number: int, line: str) -> str:
+    """The "prompt" of a row."""
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise UsageError(f'--data {path}, row {number}: no object with a "prompt" of text; got {line[:60]!r}')
+    return prompt
 
 
 def image_fraction(progress: float) -> float:

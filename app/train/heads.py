@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
 from mmspec.drafters.heads.registry import HeadMethod, Recipe, TrainSizes, find_method, recipes
 
-
-@dataclass(frozen=True)
-class HeadParts:
-    """What a drafter in training consists of.
-
-    Attributes:
-        head: the network.
-        compressor: reduces its visual tokens, or None.
-        draft_ids: [V'] the draft vocabulary of the weights that `--start-from` names, or None.
-    """
-
-    head: Any
-    compressor: Any
-    draft_ids: Any
+if TYPE_CHECKING:
+    from mmspec.drafters.training.batch import DraftModel
 
 
 def train_mode(options: TrainOptions, recipe: Recipe, head: Any) -> str:
@@ -36,12 +26,13 @@ def drafting_mode(visual_mode: str) -> str:
     return "coupled" if visual_mode == "mixed" else visual_mode
 
 
-def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> HeadParts:
-    """The parts of a drafter to be trained: fresh, or with the weights that `--start-from` names.
+def build_draft_model(options: TrainOptions, name: str, config: Any, teacher: Any) -> DraftModel:
+    """A drafter to be trained, on the target's device: fresh, or with the weights that `--start-from` names.
 
     Raises:
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
+    from mmspec.drafters.training.batch import DraftModel
     from mmspec.resolve import check_grids, target_info
 
     method, recipe = recipes()[name]
@@ -67,9 +58,13 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
             raise ValueError(f"--compressor is for heads that read visual tokens; {method.name} heads read none")
         if compressor is not None:
             check_grids(compressor, teacher.adapter)
-        return HeadParts(head, compressor, draft_ids)
     except ValueError as error:
         raise UsageError(f"--drafter {name}: {error}") from error
+    device = teacher.model.device
+    draft_model = DraftModel(head, train_mode(options, recipe, head), method.name, compressor).to(device)
+    if head.config.draft_vocab_size and draft_ids is not None:
+        draft_model.draft_ids = draft_ids.to(device)
+    return draft_model
 
 
 def target_head_config(model: Any, ffn: int | None) -> Any:
@@ -111,12 +106,19 @@ def _rope_theta(text: Any) -> float:
     return float(rope.get("full_attention", rope).get("rope_theta", 10000.0))
 
 
-def init_head(config: Any, seed: int, method: HeadMethod) -> Any:
-    """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within the context fresh weights are those of the seed, the same for every drafter of a run."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
+        yield
+
+
+def init_head(config: Any, seed: int, method: HeadMethod) -> Any:
+    """A head with fresh weights."""
+    with seeded(seed):
         return method.classes().head(config)
 
 
@@ -191,10 +193,11 @@ def build_train_compressor(options: TrainOptions, hidden_size: int, stored: Any)
     Raises:
         ValueError: the head was trained with another compressor, whose weights would be lost.
     """
-    from mmspec.vision.registry import load_compressor, parse_compressor
+    from mmspec.vision.registry import init_compressor, load_compressor, parse_compressor
 
     if stored is None or not stored[1]:
-        return None if options.compressor is None else seeded_compressor(options.compressor, hidden_size, options.seed)
+        with seeded(options.seed):
+            return None if options.compressor is None else init_compressor(options.compressor, hidden_size)
     config, weights = stored
     if options.compressor is None or parse_compressor(options.compressor) != (config["name"], config["max_tokens"]):
         raise ValueError(
@@ -202,17 +205,6 @@ def build_train_compressor(options: TrainOptions, hidden_size: int, stored: Any)
             f"{options.compressor or 'none'}): pass the same, or start from another drafter"
         )
     return load_compressor(config, weights, hidden_size).train()  # type: ignore[attr-defined]
-
-
-def seeded_compressor(spec: str, hidden_size: int, seed: int) -> Any:
-    """A compressor with fresh weights; torch's generators stay as they are."""
-    import torch
-
-    from mmspec.vision.registry import init_compressor
-
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return init_compressor(spec, hidden_size)
 
 
 def compressor_state(compressor: Any) -> Any:

@@ -16,7 +16,7 @@ import mmspec
 from mmspec.app.modeling.text import is_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import RequestDataset
+from mmspec.app.train.datasets import Requests
 from mmspec.app.train.heads import compressor_state
 from mmspec.app.versions import commit, mmspec_version, version
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
@@ -75,7 +75,7 @@ def target_name(target: str) -> str:
 
 
 def evaluate(
-    options: TrainOptions, folder: Path, teacher: Teacher, held_out: RequestDataset, visual_modes: Sequence[str] = ()
+    options: TrainOptions, folder: Path, teacher: Teacher, held_out: Requests, visual_modes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Decode held-out requests with the drafter; writes and returns evaluation.json.
 
@@ -103,7 +103,7 @@ def evaluate(
     return evaluation
 
 
-def _decode(options: TrainOptions, drafter: str | HeadDrafter, teacher: Teacher, held_out: RequestDataset) -> Stats:
+def _decode(options: TrainOptions, drafter: str | HeadDrafter, teacher: Teacher, held_out: Requests) -> Stats:
     """Counters of the held-out requests with trees of `EVALUATION_TREE_SIZE` nodes, greedy."""
     mmspec.patch(teacher.model, drafter, processor=teacher.captioner.processor, tree_size=EVALUATION_TREE_SIZE)
     try:
@@ -115,13 +115,11 @@ def _decode(options: TrainOptions, drafter: str | HeadDrafter, teacher: Teacher,
         mmspec.unpatch(teacher.model)
 
 
-def _inputs(teacher: Teacher, held_out: RequestDataset, index: int) -> dict[str, Any]:
+def _inputs(teacher: Teacher, held_out: Requests, index: int) -> dict[str, Any]:
     return teacher.build_inputs(held_out, [index])[1]
 
 
-def measure_speed(
-    options: TrainOptions, folder: Path, teacher: Teacher, held_out: RequestDataset
-) -> dict[str, Any] | None:
+def measure_speed(options: TrainOptions, folder: Path, teacher: Teacher, held_out: Requests) -> dict[str, Any] | None:
     """Speed over plain generate on this machine, with the controller on: `mmspec.compare` on a few held-out requests.
 
     Returns:

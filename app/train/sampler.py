@@ -32,7 +32,7 @@ class LengthGroupedSampler:
 
         Args:
             with_images: share of the requests that keep their images; the others are their questions as
-                text alone (`TextOnlyAugmented`, index + count).
+                text alone (`Requests.also_text`, index + count).
         """
         indices = []
         for position in range(step * self.batch, (step + 1) * self.batch):

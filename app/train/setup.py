@@ -15,12 +15,11 @@ from mmspec.app.io.jsonl import replace_file
 from mmspec.app.modeling.text import is_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import FileData, RequestDataset, Subset, TextOnlyAugmented, image_fraction
-from mmspec.app.train.heads import build_parts, target_head_config, train_mode
+from mmspec.app.train.datasets import FileData, Requests, TextRequests, image_fraction, read_questions
+from mmspec.app.train.heads import build_draft_model, target_head_config
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.app.train.text_teacher import TextRequests, TextTeacher, read_questions
-from mmspec.drafters.heads.registry import find_method, recipes
-from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.heads.registry import find_method
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
 
@@ -28,20 +27,7 @@ RUN_FILE = "run.json"
 """Settings of the answers in a folder."""
 
 
-def split_data(options: TrainOptions) -> tuple[Subset, Subset]:
-    """(training requests, held-out requests).
-
-    Raises:
-        UsageError: without --data.
-    """
-    if not options.data:
-        raise UsageError(f"--target {options.target} needs --data: images, folders or lists")
-    files = FileData(options.data, options.source, options.prompt)
-    num_train = len(files) - min(options.evaluate, len(files) // 10)
-    return Subset(files, range(num_train)), Subset(files, range(num_train, len(files)))
-
-
-def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher, RequestDataset]:
+def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher, Requests]:
     """The target with its training requests, and the held-out requests.
 
     Raises:
@@ -49,26 +35,29 @@ def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher,
     """
     from mmspec.app.modeling.load import load_model, load_text_model
 
-    cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
-    if not is_text_model(options.target):
-        data, held_out = split_data(options)
-        model, processor = load_model(options.target, options.dtype, options.device, process.local_rank)
-        model.requires_grad_(False)
-        return Teacher(model, processor, TextOnlyAugmented(data) if options.text_first else data, cache_bytes), held_out
-    for name in ("text_first", "visual_mode", "compressor"):
+    is_text = is_text_model(options.target)
+    for name in ("text_first", "visual_mode", "compressor") if is_text else ():
         if getattr(options, name):
             raise UsageError(f"{name} is about images; --target {options.target} reads none")
     if not options.data:
-        raise UsageError(f"--target {options.target} needs --data: text files, a request per line")
-    questions = read_questions(options.data)
-    text_model, tokenizer = load_text_model(options.target, options.dtype, options.device, process.local_rank)
-    text_model.requires_grad_(False)
-    num_train = len(questions) - min(options.evaluate, max(1, len(questions) // 10))
-    teacher = TextTeacher(text_model, tokenizer, TextRequests(questions[:num_train]), cache_bytes)
-    return teacher, TextRequests(questions[num_train:])
+        wanted = "text files, a request per line" if is_text else "images, folders or lists"
+        raise UsageError(f"--target {options.target} needs --data: {wanted}")
+    data: Requests
+    if is_text:
+        data = TextRequests(read_questions(options.data))
+    else:
+        data = FileData(options.data, options.source, options.prompt)
+    load: Callable[..., Any] = load_text_model if is_text else load_model
+    model, processor = load(options.target, options.dtype, options.device, process.local_rank)
+    model.requires_grad_(False)
+    tenth = len(data) // 10
+    num_train = len(data) - min(options.evaluate, max(1, tenth) if is_text else tenth)
+    cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
+    teacher = Teacher(model, processor, data.part(range(num_train), options.text_first), cache_bytes)
+    return teacher, data.part(range(num_train, len(data)))
 
 
-def data_settings(options: TrainOptions, count: int, held_out: RequestDataset) -> dict[str, Any]:
+def data_settings(options: TrainOptions, count: int, held_out: Requests) -> dict[str, Any]:
     """Settings that determine the answers; answers of an earlier run are reused only if these are equal."""
     settings: dict[str, Any] = {
         "target": options.target,
@@ -131,15 +120,7 @@ def build_trainer(
     model = teacher.model
     embeddings = teacher.adapter.shared_embeddings
     head_config = target_head_config(model, options.ffn)
-    draft_models = {}
-    for name in options.drafter:
-        method, recipe = recipes()[name]
-        parts = build_parts(options, name, head_config, teacher)
-        visual_mode = train_mode(options, recipe, parts.head)
-        draft_model = DraftModel(parts.head, visual_mode, method.name, parts.compressor).to(model.device)
-        if draft_model.head.config.draft_vocab_size and parts.draft_ids is not None:
-            draft_model.draft_ids = parts.draft_ids.to(model.device)
-        draft_models[name] = draft_model
+    draft_models = {name: build_draft_model(options, name, head_config, teacher) for name in options.drafter}
     layers = [layer for one in draft_models.values() for layer in one.head.config.hidden_state_layers]
     teacher.aux_layers = tuple(sorted(set(layers)))
     teacher.has_axes = any(find_method(one.architecture).is_of_target for one in draft_models.values())

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(model: DemoModel, limits: Limits, args: argparse.Namespace) -> None:
-    from mmspec.app.ui.server import ShareError, serve
+    from mmspec.app.ui.server import serve
 
     interrupted = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -142,8 +142,6 @@ def _serve(model: DemoModel, limits: Limits, args: argparse.Namespace) -> None:
                 print(f"name: {auth[0]}, password: {auth[1]}", flush=True)
             demo.wait(interrupted)
         gc.freeze()  # the process ends: looking once more through all that torch has made would take seconds
-    except ShareError as error:
-        raise UsageError(one_line(error)) from error
     except OSError as error:
         where = "" if args.port is None else f", port {args.port}"
         raise UsageError(f"cannot serve at 127.0.0.1{where} (--port): {one_line(error)}") from error

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.modeling.captioner import out_of_memory
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.drafter_table import DrafterTable
 from mmspec.app.ui.kept_media import KeptMedia
@@ -211,8 +212,6 @@ class Demo:
 
     def _describe(self, error: Exception) -> str:
         """An error as one sentence for a visitor; that of an unexpected one tells nothing."""
-        from mmspec.app.modeling.captioner import out_of_memory
-
         if self.failure is not None:
             return "The model cannot be used; the terminal that runs mmspec demo says why."
         if isinstance(error, UsageError):

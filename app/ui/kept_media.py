@@ -22,30 +22,12 @@ TEXTS = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_ty
 """Inputs that differ from question to question about the same picture."""
 
 
-@dataclass(frozen=True)
-class EncodedMedia:
-    """The output of a vision tower.
-
-    Attributes:
-        digest: of the pixels.
-        features: argument `mm_encoder_outputs` of `generate`.
-    """
-
-    digest: bytes
-    features: dict[str, Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in nested_tensors(self.features) or ())
-
-
 @dataclass
 class KeptMedia:
-    """The last encoded picture or clip of each visitor."""
+    """The last encoded picture or clip of each visitor: the digest of its pixels, and `mm_encoder_outputs`."""
 
     max_bytes: int = MAX_ENCODED_BYTES
-    _kept: dict[str, EncodedMedia] = field(default_factory=dict)
+    _kept: dict[str, tuple[bytes, dict[str, Any]]] = field(default_factory=dict)
 
     def encode(self, visitor: str, model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """As `encode_media`; 0 seconds where the visitor's last picture is this one."""
@@ -53,16 +35,17 @@ class KeptMedia:
         media = {name: value for name, value in inputs.items() if name not in TEXTS and isinstance(value, torch.Tensor)}
         (digest,) = media_digests(media, torch.ones(1, 1, dtype=torch.bool)) or [b""]
         kept = self._kept.pop(visitor, None)
-        if kept is not None and kept.digest == digest:
+        if kept is not None and kept[0] == digest:
             self._kept[visitor] = kept
             texts = {name: value for name, value in inputs.items() if name not in PIXELS}
-            return texts | {"mm_encoder_outputs": kept.features}, 0.0
+            return texts | {"mm_encoder_outputs": kept[1]}, 0.0
         request, seconds = encode_media(model, inputs)
         if visitor and digest and "mm_encoder_outputs" in request:
-            self._keep(visitor, EncodedMedia(digest, request["mm_encoder_outputs"]))
+            self._kept[visitor] = digest, request["mm_encoder_outputs"]
+            while sum(map(_num_bytes, self._kept.values())) > self.max_bytes:
+                self._kept.pop(next(iter(self._kept)))
         return request, seconds
 
-    def _keep(self, visitor: str, media: EncodedMedia) -> None:
-        self._kept[visitor] = media
-        while sum(one.nbytes for one in self._kept.values()) > self.max_bytes:
-            self._kept.pop(next(iter(self._kept)))
+
+def _num_bytes(kept: tuple[bytes, dict[str, Any]]) -> int:
+    return sum(tensor.nbytes for tensor in nested_tensors(kept[1]) or ())

@@ -8,20 +8,28 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from PIL import Image
+
+import mmspec
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.cli.arguments import DEFAULT_MODEL
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.modeling.load import read_model_config
-from mmspec.app.modeling.text import chat_text, is_text_model, text_inputs
+from mmspec.app.modeling.chat import build_inputs
+from mmspec.app.modeling.load import load_model, load_text_model, read_model_config
+from mmspec.app.modeling.text import is_text_model
 from mmspec.app.scenes import WEIGHTS_FOLDER
 from mmspec.comparison import replicate
+from mmspec.cpu import c_kernel, c_library
+from mmspec.drafters.mtp.build import own_drafter
 from mmspec.drafters.registry import OWN_NAMES, drafter_names
+from mmspec.economy.store import unchanged_costs
+from mmspec.interfaces import Drafter
 from mmspec.messages import description_of
-
-if TYPE_CHECKING:
-    from mmspec.interfaces import Compressor, Drafter
+from mmspec.patching import patch_state
+from mmspec.resolve import resolve_drafter, target_info
 
 logger = logging.getLogger("mmspec")
 
@@ -103,11 +111,6 @@ class DemoModel:
         logger.info("mmspec: model %s is ready", self.name)
 
     def _load(self) -> None:
-        import mmspec
-        from mmspec.app.modeling.load import load_model, load_text_model
-        from mmspec.cpu import c_kernel, c_library
-        from mmspec.economy.store import unchanged_costs
-
         if self.device in ("auto", "cpu") and c_library.needs_build():
             self._set_phase("building")
             c_kernel.load_kernel()
@@ -132,10 +135,6 @@ class DemoModel:
         """Whether a drafter of this name drafts here, and no other in its place."""
         if name in LARGE:
             return name != "quantized" or self.model.device.type == "cpu"
-        from mmspec.drafters.mtp.build import own_drafter
-        from mmspec.patching import patch_state
-        from mmspec.resolve import target_info
-
         try:
             if name in OWN_NAMES:
                 info = target_info(patch_state(self.model).adapter, self.tokenizer)
@@ -147,9 +146,6 @@ class DemoModel:
 
     def _build(self, name: str) -> Drafter:
         if name not in self._built:
-            from mmspec.patching import patch_state
-            from mmspec.resolve import resolve_drafter
-
             source = self._folder_drafter if name == self.drafters[0] else name
             try:
                 self._built[name] = resolve_drafter(source, patch_state(self.model).adapter, self.tokenizer)
@@ -169,58 +165,24 @@ class DemoModel:
         """
         return replicate(self._build(name))
 
-    def get_compressor(self, name: str) -> Compressor | None:
-        """A new compressor; None for "none".
-
-        Raises:
-            UsageError: the name or its argument is invalid.
-        """
-        from mmspec.vision.registry import build_compressor
-
-        try:
-            return None if name == "none" else build_compressor(name)
-        except ValueError as error:
-            raise UsageError(one_line(error)) from error
-
     def prompt_options(self, page: str, drafter: str) -> dict[str, Any]:
         """Options of a call of `generate` that shares a page's earlier prompts in the lane of a drafter.
 
         In half precision a prompt that is read in two parts may give other tokens, so that nothing is shared. The name
         of the page, which a client chooses, may be any text.
         """
-        import torch
-
         is_full = self.model.dtype in (torch.float32, torch.float64)
         return {"reuse_prefix": f"{page_scope(page)} {drafter}"} if page and is_full else {}
 
     def forget(self, page: str) -> None:
         """Free what is kept of a page's prompts. Thread-safe."""
-        from mmspec.patching import patch_state
-
         if self.model is not None:
             patch_state(self.model).prefixes.forget(page_scope(page))
 
-    def build_inputs(self, media: Any, question: str, turns: Any) -> dict[str, Any]:
-        """Keyword arguments of `generate`; `media` is None for a text model.
-
-        Raises:
-            UsageError: the question has a placeholder of pictures.
-        """
-        from mmspec.app.modeling.chat import build_inputs
-
-        if not self.is_text:
-            return build_inputs(self.model, self.processor, [media], [question], [turns])
-        texts = [text for turn in turns for text in (turn.question, turn.answer)]
-        return text_inputs(self.model, self.processor, [chat_text(self.processor, *texts, question)])
-
     def _warm_up(self) -> None:
-        from PIL import Image
-
-        import mmspec
-
-        image = None if self.is_text else Image.new("RGB", (64, 64), "gray")
+        image = Image.new("RGB", (64, 64), "gray")
         for question in ("What is it?", "What is it made of?"):  # the second shares the prompt of the first
-            inputs = self.build_inputs(image, question, ())
+            inputs = build_inputs(self.model, self.processor, [image], [question])
             options = {"drafter": self.get_drafter(self.drafters[0]), **self.prompt_options("warm-up", "")}
             self.model.generate(**inputs, max_new_tokens=WARMUP_TOKENS, do_sample=False, mmspec=options)
         with mmspec.disabled(self.model):

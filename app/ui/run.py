@@ -13,10 +13,15 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+import torch
+
 import mmspec
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media, Video, media_images
-from mmspec.app.modeling.chat import ChatTurn
+from mmspec.app.modeling.chat import ChatTurn, build_inputs, check_length
+from mmspec.app.modeling.load import synchronize
+from mmspec.app.modeling.sampling import Sampling
+from mmspec.app.scenes.domain_check import looks_like_scene
 from mmspec.app.ui.kept_media import KeptMedia
 from mmspec.app.ui.lane import AnswerLane
 from mmspec.app.ui.model import NO_DRAFTS, DemoModel
@@ -25,6 +30,7 @@ from mmspec.app.ui.uploads import StoredFile
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.app.versions import mmspec_version
 from mmspec.economy.store import unchanged_costs
+from mmspec.vision.registry import build_compressor
 
 SPLIT_TOKENS, SPLIT_PAIRS, SPLIT_S = 64, 3, 0.7
 """Tokens at most of a call that measures the share of drafts; pairs of such calls; seconds at most of one."""
@@ -116,15 +122,13 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """The answer as plain data."""
-        from mmspec.app.scenes.domain_check import looks_like_scene
-
         tokenizer, images = self.model.tokenizer, [] if self.media is None else draw_media(self.media)
         is_strange = self.model.is_toy and self.media is not None and not looks_like_scene(media_images(self.media)[0])
         compression = self.mmspec.stats.compression
         return {
             "id": self.id,
             "question": self.question,
-            "images": [[image.uri, image.time_s] for image in images],
+            "images": list(map(list, images)),
             "is_clip": isinstance(self.media, Video),
             "file_name": self.file.name if self.file else None,
             "file_id": self.file_id,
@@ -152,12 +156,8 @@ class Run:
             "time": self.time,
         }
 
+    @unchanged_costs()  # what scripts have learned of costs stays as it is
     def work(self, on_answered: Callable[[], None]) -> None:
-        """As `_work`; what scripts have learned of costs stays as it is."""
-        with unchanged_costs():
-            self._work(on_answered)
-
-    def _work(self, on_answered: Callable[[], None]) -> None:
         """Generate both answers. A cancelled run ends early with partial answers.
 
         Args:
@@ -190,10 +190,9 @@ class Run:
         Raises:
             UsageError: the picture or the question is refused.
         """
-        from mmspec.app.modeling.chat import check_length
-
         self.media = self.load_media()
-        inputs = self.model.build_inputs(self.media, self.question, self.turns)
+        media = [() if self.media is None else self.media]
+        inputs = build_inputs(self.model.model, self.model.processor, media, [self.question], [self.turns])
         self.prompt_tokens = inputs["input_ids"].shape[1]
         check_length(self.model.model, inputs, self.settings.max_new_tokens)
         request = inputs
@@ -204,15 +203,19 @@ class Run:
 
     def options(self, drafter: str) -> dict[str, Any]:
         """`mmspec` options of a call with this drafter."""
-        compressor = None if drafter == NO_DRAFTS else self.model.get_compressor(self.settings.compressor)
-        chosen = self.model.get_drafter(drafter)
-        return {"drafter": chosen, "compressor": compressor, "tree_size": self.settings.tree_size}
+        has_compressor = drafter != NO_DRAFTS and self.settings.compressor != "none"
+        compressor = build_compressor(self.settings.compressor) if has_compressor else None
+        return {
+            "drafter": self.model.get_drafter(drafter),
+            "compressor": compressor,
+            "tree_size": self.settings.tree_size,
+        }
 
     def _speculate(self, request: dict[str, Any]) -> None:
         lane, name = self.mmspec, self.settings.drafter
-        options = self.options(name) | self.model.prompt_options(self.page, name)
-        lane.drafter = options["drafter"].name
         try:
+            options = self.options(name) | self.model.prompt_options(self.page, name)
+            lane.drafter = options["drafter"].name
             ids = self.generate(request, lane, mmspec=options | {"observers": [lane.recorder]})
         except ValueError as error:  # the drafter does not take this compressor
             raise UsageError(one_line(error)) from error
@@ -225,11 +228,6 @@ class Run:
         self, request: dict[str, Any], lane: AnswerLane, max_new_tokens: int | None = None, **extra: Any
     ) -> list[int]:
         """Run `generate`, timed; returns the new token ids. `max_new_tokens` replaces that of the settings."""
-        import torch
-
-        from mmspec.app.modeling.load import synchronize
-        from mmspec.app.modeling.sampling import Sampling
-
         model, outputs = self.model.model, request.get("mm_encoder_outputs")
         if outputs is not None:
             request = request | {"mm_encoder_outputs": dict(outputs)}  # transformers may write into it

@@ -21,13 +21,17 @@ import base64
 import torch
 
 import mmspec
+from mmspec.app.io.videos import load_media
+from mmspec.app.modeling.chat import ChatTurn, build_inputs
+from mmspec.app.modeling.load import {load}
 from mmspec.app.modeling.sampling import Sampling
-{imports}
 
 model, processor = {load}({model!r}, dtype={dtype!r})
 mmspec.patch(model, drafter={drafter!r}{compressor}, processor=processor)  # the line that makes it faster
 
-{inputs}
+media = {media}
+turns = [{turns}]
+inputs = build_inputs(model, processor, [media], [{question!r}], [turns])
 tokenizer = getattr(processor, "tokenizer", processor)
 sampling = Sampling({temperature}).generation_kwargs(model.generation_config)
 for name, options in (("mmspec", {{}}), ("plain generate", {{"enabled": False}})):
@@ -37,19 +41,6 @@ for name, options in (("mmspec", {{}}), ("plain generate", {{"enabled": False}})
     if not options:
         print(mmspec.stats(model, last=True))
 """
-TEXT_IMPORTS = """\
-from mmspec.app.modeling.load import load_text_model
-from mmspec.app.modeling.text import chat_text, text_inputs"""
-TEXT_INPUTS = """\
-inputs = text_inputs(model, processor, [chat_text(processor, *{texts!r})])"""
-MEDIA_IMPORTS = """\
-from mmspec.app.io.videos import load_media
-from mmspec.app.modeling.chat import ChatTurn, build_inputs
-from mmspec.app.modeling.load import load_model"""
-MEDIA_INPUTS = """\
-media = load_media({data}, isolated=True)
-turns = {turns}
-inputs = build_inputs(model, processor, [media], [{question!r}], [turns])"""
 
 
 def build_script(report: Mapping[str, Any], source: str, file: StoredFile | None) -> str:
@@ -60,21 +51,16 @@ def build_script(report: Mapping[str, Any], source: str, file: StoredFile | None
         source: of the model: a hub id, or a built-in name; a folder is named without those above it.
         file: picture or clip.
     """
-    settings, turns, question = report["settings"], report["turns"], report["question"]
-    if file is None:
-        texts = [turn[part] for turn in turns for part in ("question", "answer")]
-        imports, inputs = TEXT_IMPORTS, TEXT_INPUTS.format(texts=[*texts, question])
-    else:
-        listed = ", ".join(f"ChatTurn({turn['question']!r}, {turn['answer']!r})" for turn in turns)
-        imports, inputs = MEDIA_IMPORTS, MEDIA_INPUTS.format(data=_data(file), turns=f"[{listed}]", question=question)
+    settings = report["settings"]
     return CODE.format(
-        imports=imports,
         load="load_text_model" if file is None else "load_model",
         model=source,
         dtype=report["dtype"],
         drafter=settings["drafter"],
         compressor=f", compressor={settings['compressor']!r}" if settings["compressor"] != "none" else "",
-        inputs=inputs,
+        media="()" if file is None else f"load_media({_data(file)}, isolated=True)",
+        turns=", ".join(f"ChatTurn({turn['question']!r}, {turn['answer']!r})" for turn in report["turns"]),
+        question=report["question"],
         temperature=settings["temperature"],
         seed=SEED,
         max_new_tokens=settings["max_new_tokens"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,15 @@ from fastapi import Depends, HTTPException, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from mmspec.app.errors import UsageError
+from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui.demo import Demo
 from mmspec.app.ui.guard import Guard, host_of
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import DemoModel
 from mmspec.app.ui.run import Run
-from mmspec.app.ui.uploads import example_path
 
 STATIC = Path(__file__).parent / "static"
 MAX_BODY_BYTES = 100_000
-NO_CACHE = {"cache-control": "no-cache"}
 
 
 class GuardedServer(gr.Server):
@@ -68,21 +67,23 @@ def build_app(demo: Demo, hosts: set[str]) -> GuardedServer:
 def _add_files(app: gr.Server) -> None:
     """What everybody may read: the page and the examples."""
 
+    def one_of(files: Iterable[Path], name: str) -> Response:
+        path = next((file for file in files if file.name == name), None)
+        if path is None:
+            raise HTTPException(404)
+        return FileResponse(path, headers={"cache-control": "no-cache"})
+
     @app.get("/")
     def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers=NO_CACHE)
+        return one_of(STATIC.iterdir(), "index.html")
 
     @app.get("/page/{name}")
     def static(name: str) -> Response:
-        if name not in {file.name for file in STATIC.iterdir()}:
-            raise HTTPException(404)
-        return FileResponse(STATIC / name, headers=NO_CACHE)
+        return one_of(STATIC.iterdir(), name)
 
     @app.get("/examples/{name}")
     def example(name: str) -> Response:
-        if (path := example_path(name)) is None:
-            raise HTTPException(404)
-        return FileResponse(path)
+        return one_of(list_example_files(), name)
 
 
 def _add_routes(app: gr.Server, demo: Demo, private: list[Any]) -> None:
@@ -173,7 +174,7 @@ def serve(
 
     Raises:
         OSError: the port is in use.
-        ShareError: the tunnel cannot be opened.
+        UsageError: the tunnel cannot be opened.
     """
     demo = Demo(model, limits or Limits())
     hosts = {host_of(urlsplit(root_path).netloc)} - {""}
@@ -181,45 +182,30 @@ def serve(
         stack.callback(demo.close)
         app = build_app(demo, hosts)
         demo.start()
-        blocks = _launch(app, port, auth, share, root_path, demo.limits)
+        if port == 0:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
+        app.launch(
+            server_name="127.0.0.1",
+            server_port=port,
+            share=share,
+            auth=auth,
+            root_path=root_path,
+            max_file_size=demo.limits.max_file_mb * 1_000_000,
+            prevent_thread_lock=True,
+            quiet=True,
+            ssr_mode=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            show_error=False,
+        )
+        blocks: Any = app.get_blocks()
         stack.callback(blocks.close, verbose=False)
         stack.callback(demo.worker.close)  # first, so that no open stream keeps the server
         demo.url = str(blocks.local_url)
         if share:
             demo.share_url = blocks.share_url
             if not demo.share_url:
-                raise ShareError("no share link could be obtained: Gradio needs the internet for its tunnel")
+                raise UsageError("no share link could be obtained: Gradio needs the internet for its tunnel")
             hosts.add(host_of(urlsplit(str(demo.share_url)).netloc))
         yield demo
-
-
-class ShareError(Exception):
-    """Gradio could not open its tunnel."""
-
-
-def _launch(
-    app: gr.Server, port: int | None, auth: tuple[str, str] | None, share: bool, root_path: str, limits: Limits
-) -> Any:
-    """Start the server; returns Gradio's blocks.
-
-    Raises:
-        OSError: the port is in use.
-    """
-    if port == 0:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-    app.launch(
-        server_name="127.0.0.1",
-        server_port=port,
-        share=share,
-        auth=auth,
-        root_path=root_path,
-        max_file_size=limits.max_file_mb * 1_000_000,
-        prevent_thread_lock=True,
-        quiet=True,
-        ssr_mode=False,
-        mcp_server=False,
-        enable_monitoring=False,
-        show_error=False,
-    )
-    return app.get_blocks()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from PIL import Image
 
@@ -15,41 +14,22 @@ MEDIA_SIZE = 224
 """Longest side in pixels of the picture of a run."""
 
 
-@dataclass(frozen=True)
-class TimedImage:
-    """A small picture.
-
-    Attributes:
-        uri: a data URI.
-        time_s: seconds from the start of the clip; None for a picture, or where the clip gives none.
-    """
-
-    uri: str
-    time_s: float | None = None
-
-
-def to_data_uri(image: Image.Image, max_size: int | None = None, quality: int = 85) -> str:
-    """An image as a JPEG data URI.
-
-    Args:
-        image: RGB.
-        max_size: longest side in pixels; None keeps the size.
-        quality: of the JPEG, 1 to 95.
-    """
-    if max_size is not None and max(image.size) > max_size:
-        image = image.copy()
-        image.thumbnail((max_size, max_size))
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "JPEG", quality=quality)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def draw_media(media: Media, max_size: int = MEDIA_SIZE) -> list[TimedImage]:
-    """The picture, or each frame that was read of a clip, with its time."""
+def draw_media(media: Media) -> list[tuple[str, float | None]]:
+    """(data URI, seconds from the start of the clip) of the picture, or of each frame that was read; None where there
+    is no time."""
     images = media_images(media)
     times: Sequence[float | None] = frame_times(media) if isinstance(media, Video) else ()
     times = times if len(times) == len(images) else [None] * len(images)
-    return [TimedImage(to_data_uri(image, max_size), time_s) for image, time_s in zip(images, times, strict=True)]
+    return [(to_data_uri(image, MEDIA_SIZE), time_s) for image, time_s in zip(images, times, strict=True)]
+
+
+def to_data_uri(image: Image.Image, max_size: int, quality: int = 85) -> str:
+    """An image of at most `max_size` pixels a side as a JPEG data URI; `quality` is that of the JPEG, 1 to 95."""
+    small = image.convert("RGB")
+    small.thumbnail((max_size, max_size))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=quality)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def frame_times(video: Video) -> list[float]:

@@ -114,8 +114,3 @@ def clean_name(name: str) -> str:
     """A name that a page gives, to be shown, never opened: the last part, without control characters."""
     last = re.split(r"[/\\]", name)[-1]
     return "".join(char for char in last if char.isprintable())[:200] or "file"
-
-
-def example_path(name: str) -> Path | None:
-    """A shipped example by its name."""
-    return next((path for path in list_example_files() if path.name == name), None)

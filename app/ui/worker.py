@@ -10,7 +10,8 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 
 from mmspec.app.errors import UsageError
 
@@ -19,36 +20,26 @@ MAX_QUEUED = 20
 
 
 class CancelSignal:
-    """Whether a job should end."""
+    """Whether a job should end: the deadline of transformers' own criterion, which mmspec evaluates on the host.
+
+    A criterion of our own would be user code, for which the loop builds and compares tensors at every token.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
-        self._criteria: list[Any] = []
+        self._criterion = MaxTimeCriteria(math.inf, initial_timestamp=0.0)
 
     def cancel(self) -> None:
         """End the job at its next token."""
-        self._event.set()
-        for criterion in self._criteria:
-            criterion.max_time = -math.inf
+        self._criterion.max_time = -math.inf
 
     @property
     def should_stop(self) -> bool:
         """Whether `cancel` was called."""
-        return self._event.is_set()
+        return self._criterion.max_time < 0
 
-    def stopping_criteria(self) -> Any:
-        """`stopping_criteria` of `generate`: every row ends when the job is cancelled.
-
-        The signal moves the deadline of transformers' own criterion, which mmspec evaluates on the host. A criterion of
-        our own would be user code, for which the loop builds and compares tensors at every token.
-        """
-        from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
-
-        criterion = MaxTimeCriteria(-math.inf if self.should_stop else math.inf, initial_timestamp=0.0)
-        self._criteria.append(criterion)
-        if self.should_stop:  # cancelled since the line before
-            criterion.max_time = -math.inf
-        return StoppingCriteriaList([criterion])
+    def stopping_criteria(self) -> StoppingCriteriaList:
+        """`stopping_criteria` of `generate`: every row ends when the job is cancelled."""
+        return StoppingCriteriaList([self._criterion])
 
 
 @dataclass(eq=False)
@@ -100,12 +91,6 @@ class Worker:
         with self._changed:
             before = self._jobs[: self._jobs.index(job)] if job in self._jobs else []
         return sum(other.page not in ("", job.page) and not other.signal.should_stop for other in before)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job runs or waits."""
-        with self._changed:
-            return bool(self._jobs)
 
     def close(self) -> None:
         """End all jobs and start no further one."""

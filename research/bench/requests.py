@@ -13,8 +13,12 @@ from mmspec.app.caption.progress import print_stderr
 from mmspec.app.io.decode import ReadableRows
 from mmspec.app.io.images import media_images
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.random_models import WORDS
 from research.synthetic_images import draw_image
+
+_WORDS = """user assistant describe the image this picture what is in it a an of on and with to one two
+short long detailed caption write please answer question list count name colour color how many which who where why are
+do you see there does man woman child dog cat car tree house street red green blue black white left right"""
+WORDS = _WORDS.split()
 
 
 def synthetic_images(count: int, seed: int) -> list[Image.Image]:

@@ -18,8 +18,8 @@ from typing import Any
 
 import mmspec
 from mmspec.app.cli.arguments import positive_int, split_commas
-from mmspec.app.modeling.text import TextCaptioner, is_text_model
-from mmspec.app.train.text_teacher import read_questions
+from mmspec.app.modeling.text import is_text_model
+from mmspec.app.train.datasets import read_questions
 from mmspec.patching import patch_state
 from mmspec.targets.patched_class import KEY, change_class, restore_class
 
@@ -45,7 +45,7 @@ def load_target(name: str, count: int, data: Sequence[str]) -> tuple[Any, Any, l
         model, tokenizer = load_text_model(name)
         processor: Any = tokenizer
         questions = read_questions(data) if data else list(QUESTIONS)
-        texts = TextCaptioner(model, processor)
+        texts = Captioner(model, processor)
         return model, processor, [texts.build_inputs([()], [one]) for one in questions[:count]]
     from research.scenes.tasks import generate_requests
 

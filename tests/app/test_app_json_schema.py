@@ -135,7 +135,7 @@ def test_a_job_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (folder / "s.json").write_text(TEXT)
     words = ["--model", "tiny", "--json-schema", "s.json", "--no-progress", "--batch-size", "2"]
     assert "allows nothing that the model's tokenizer can write" in refused(capsys, "p", *words)
-    write_signs(monkeypatch)
+    write_signs(monkeypatch, folder)
     more = ["--max-new-tokens", "90", "--out", "o.jsonl", "--compare", "all", "--drafter", "hybrid"]
     assert main(["caption", "p", *words, *more]) == 0, capsys.readouterr().err
     found = list(rows(Path("o.jsonl")).values())

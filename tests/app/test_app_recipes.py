@@ -41,7 +41,7 @@ def test_a_recipe(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (tmp_path / "steps.txt").write_text("what is it ?\nShorten: {answer1}\n{answer1} {answer2} ?\n")
     if "schema.json" in command:
         needs_packages()
-        write_signs(monkeypatch)
+        write_signs(monkeypatch, tmp_path)
         schema = {"type": "object", "properties": {"red": {"type": "boolean"}}, "required": ["red"]}
         (tmp_path / "schema.json").write_text(json.dumps(schema))
     if "words.txt" in command:

@@ -21,8 +21,7 @@ from mmspec.app.io.held import Spool
 from mmspec.app.io.item import SourceOptions
 from mmspec.app.modeling.load import load_model
 from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import FileData, Subset, TextOnlyAugmented
-from mmspec.app.train.text_teacher import TextRequests, read_questions
+from mmspec.app.train.datasets import FileData, TextRequests, read_questions
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 COUNT, BROKEN = 6, (0, 3)
@@ -101,7 +100,7 @@ def test_training_skips_broken_pictures_in_every_run_alike(named: str, capsys: p
         data = FileData([named])
         values = {index: shade(data[index].media) for index in order}
         assert [values[index] for index in range(COUNT)] == [10, 10, 20, 40, 40, 50]
-        assert data.stand_ins.left_out == set(BROKEN)
+        assert data.left_out == set(BROKEN)
         assert "2 of 6 so far" in capsys.readouterr().err
         data.decoders.close()
 
@@ -185,13 +184,14 @@ def test_what_the_target_refuses_is_left_out_of_training(tmp_path: Path, capsys:
 
     teacher.generate_answers(tmp_path / "run", 4, 4)
     assert set(teacher.answers) == set(range(COUNT)) and all(teacher.text_lengths.values())
-    with_text_only = TextOnlyAugmented(Subset(data, range(4)))
-    assert with_text_only.reject(4, ValueError("no")) and with_text_only[4].question == "word 5"
+    with_text_only = data.part(range(4), also_text=True)
+    with_text_only.reject(4, ValueError("no"))
+    assert with_text_only[4].question == "word 5" and len(with_text_only) == 8
 
 
 def test_held_out_requests_stay_held_out(tmp_path: Path) -> None:
     data = FileData([write_folder(tmp_path / "x")])
-    train, held_out = Subset(data, range(4)), Subset(data, range(4, 6))
+    train, held_out = data.part(range(4)), data.part(range(4, 6))
     held_out.reject(1, ValueError("no"))
     assert [shade(held_out[index].media) for index in range(2)] == [40, 40]
     assert [shade(train[index].media) for index in range(4)] == [10, 10, 20, 10], "within its part"
@@ -215,7 +215,8 @@ def test_requests_of_a_text_target_that_are_too_long(tmp_path: Path, capsys: pyt
     questions = read_questions([str(tmp_path / "a.txt")])
     assert questions == ["one ?", "two ?"] and "skipped 1 requests; the first has" in capsys.readouterr().err
     requests = TextRequests(questions)
-    assert requests.reject(0, ValueError("too long")) and requests[0].question == "two ?"
+    requests.reject(0, ValueError("too long"))
+    assert requests[0].question == "two ?"
     assert "skipped 'one ?': too long (1 of 2 so far" in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ from mmspec.app.train import command as train
 from mmspec.app.train import config as train_config
 from mmspec.app.train import heads, report
 from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
+from mmspec.app.train.datasets import FileData, Request, image_fraction
 from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.drafters.heads.eagle.head import EagleConfig
 from mmspec.drafters.heads.registry import find_method
@@ -327,7 +327,7 @@ def test_hidden_states_are_cached_within_the_limit(data: Path, tmp_path: Path) -
 
 def test_the_same_questions_without_images(data: Path, tmp_path: Path) -> None:
     model, processor = random_model("tiny")
-    both = TextOnlyAugmented(FileData([str(data)]))
+    both = FileData([str(data)]).part(range(5), also_text=True)
     assert len(both) == 10 and both[7] == Request((), "what is this 2")
     teacher = Teacher(model, processor, both)
     teacher.generate_answers(tmp_path, 10, 6)

@@ -238,7 +238,7 @@ def test_max_pixels(tmp_path: Path) -> None:
 
 
 def test_frames_above_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mmspec.vision.video.decode.MAX_FRAME_PIXELS", 1000)
+    monkeypatch.setattr("mmspec.vision.video.reader.MAX_FRAME_PIXELS", 1000)
     with pytest.raises(ValueError, match="frames of 64 x 64 pixels; the limit is 1000 pixels"):
         read_frames(write_video(tmp_path / "clip.mp4", 3))
 
@@ -246,9 +246,9 @@ def test_frames_above_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.parametrize("size", [(1, 1), (7, 3000), (3840, 2160), (64, 64)])
 @pytest.mark.parametrize("max_pixels", [1, 5, 1000, 10**7])
 def test_fit_size(size: tuple[int, int], max_pixels: int) -> None:
-    from mmspec.vision.video.decode import _fit_size
+    from mmspec.vision.video.reader import fit_size
 
-    width, height = _fit_size(size, max_pixels)
+    width, height = fit_size(size, max_pixels)
     assert 1 <= width <= size[0] and 1 <= height <= size[1] and width * height <= max_pixels
     assert max_pixels < size[0] * size[1] or (width, height) == size
 

@@ -142,7 +142,7 @@ def test_a_seek_that_lands_elsewhere_is_repeated(tmp_path: Path, monkeypatch: py
 
     def late(self: Any, index: int) -> Any:
         key = key_before(self, index)
-        return None if key is None else (key[0], self.keys[-1][1])
+        return key._replace(dts=self.keys[-1].dts) if key.index else key
 
     monkeypatch.setattr(pyav_reader.FrameIndex, "key_before", late)
     assert numbers(read_frames(clip, num_frames=6)) == [0, 10, 20, 30, 40, 50]

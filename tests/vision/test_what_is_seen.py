@@ -346,7 +346,8 @@ def test_more_frames_than_are_read_of_a_clip(options: dict[str, Any]) -> None:
         "decode_worker.asdict = lambda info: dict(vars(info), width=-5)",
         "decode_worker.asdict = lambda info: dict(vars(info), num_frames='many')",
         "decode_worker.asdict = lambda info: dict(vars(info), duration=float('nan'))",
-        "pyav_reader.PyavReader.shown_at = lambda self, numbers: [*numbers, *numbers]",
+        "pyav_reader.FrameIndex.shown_at = lambda self, numbers: [*numbers, 1]",
+        "pyav_reader.fit_size = lambda size, max_pixels: (2000, 1000)",
     ],
 )
 def test_the_size_of_an_answer_is_checked(code: str, upright: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,13 +357,3 @@ def test_the_size_of_an_answer_is_checked(code: str, upright: bytes, monkeypatch
         with pytest.raises(DecoderCrashedError, match="malformed answer"):
             read_frames(upright, num_frames=1, isolated=pool)
         assert not pool._all, "the process is replaced"
-
-
-def test_frames_of_another_size_are_not_sent(upright: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "original = pyav_reader.PyavReader.read\n"
-        "pyav_reader.PyavReader.read = lambda self, indices, size: original(self, indices, (size[0] + 1, size[1]))"
-    )
-    monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(code))
-    with pytest.raises(ValueError, match="a reader returns 1 frames of 96 x 64 pixels"):
-        read_frames(upright, num_frames=1, isolated=True)

@@ -12,9 +12,14 @@ MAX_STEP_S = 2.0
 
 
 class Deadline:
-    """A number of seconds, spent while one thread waits for the end of what another does."""
+    """A number of seconds, spent while one thread waits for the end of what another does.
+
+    Attributes:
+        seconds: As many as there were at first.
+    """
 
     def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self._left_s, self._lock = seconds, threading.Lock()
         self._waiting_since: float | None = None
         self._has_lost = False

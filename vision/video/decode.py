@@ -6,7 +6,6 @@ Independent of the decoder.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,21 +15,12 @@ import numpy as np
 from PIL import Image
 
 from mmspec.interfaces import EvenSampler, FrameSampler
-from mmspec.vision.video.reader import (
-    MAX_FRAME_PIXELS,
-    FrameSize,
-    NoFramesError,
-    RecountedError,
-    VideoReader,
-    check_frame_size,
-)
+from mmspec.vision.video.reader import NoFramesError, RecountedError, VideoReader, check_frame_size
 
 logger = logging.getLogger("mmspec")
 
 MAX_FRAMES = 256
 """Default limit on the frames of one call."""
-MAX_TOTAL_PIXELS = 64_000_000
-"""Limit on the pixels of all frames of a call: a quarter of a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +115,15 @@ def read_with(reader: VideoReader, name: str, sampler: FrameSampler, max_frames:
     """
     with closing(reader):
         info = reader.info
-        check_frame_size(info.width, info.height, MAX_FRAME_PIXELS)
+        check_frame_size(info.width, info.height)
         total = info.num_frames
         try:
-            indices, images, timestamps = _read_sampled(reader, sampler, total, max_frames, max_pixels)
+            found = _read_sampled(reader, sampler, total, max_frames, max_pixels)
         except RecountedError as error:
             total = error.num_frames
             logger.debug("%s has %d frames where its packets promise %d", name, total, info.num_frames)
-            indices, images, timestamps = _read_sampled(reader, sampler, total, max_frames, max_pixels)
+            found = _read_sampled(reader, sampler, total, max_frames, max_pixels)
+        indices, timestamps, images = found
         times = tuple(round(time, 6) for time in timestamps)
         size = info.width, info.height
         return Frames(images, FrameMetadata(info.fps, total, info.duration, *size, "pyav", tuple(indices), times))
@@ -140,17 +131,13 @@ def read_with(reader: VideoReader, name: str, sampler: FrameSampler, max_frames:
 
 def _read_sampled(
     reader: VideoReader, sampler: FrameSampler, total: int, max_frames: int, max_pixels: int
-) -> tuple[list[int], list[Image.Image], list[float]]:
-    """Indices, images and timestamps of the frames that a sampler selects out of `total`."""
+) -> tuple[list[int], list[float], list[Image.Image]]:
+    """What the reader gives of the frames that a sampler selects out of `total`."""
     if total < 1:
         raise NoFramesError("a video without frames")
     indices = _call_sampler(sampler.sample, total, reader.info.fps)
     _check_indices(indices, range(total), max_frames)
-    if isinstance(sampler, EvenSampler) and sampler.divides_time:
-        indices = reader.shown_at(indices)
-        _check_indices(indices, range(total), len(indices))
-    size = _fit_size((reader.info.width, reader.info.height), min(max_pixels, MAX_TOTAL_PIXELS // len(indices)))
-    return (indices, *reader.read(indices, size))
+    return reader.read(indices, isinstance(sampler, EvenSampler) and sampler.divides_time, max_pixels)
 
 
 def _call_sampler(method: Callable[..., list[int]], *args: Any) -> list[int]:
@@ -170,13 +157,3 @@ def _check_indices(indices: list[int], candidates: range, max_frames: int) -> No
     if any(index not in candidates for index in indices) or indices != sorted(set(indices)):
         limit = len(candidates)
         raise NoFramesError(f"a sampler must select rising indices below {limit}; it selected {indices[:8]}")
-
-
-def _fit_size(size: FrameSize, max_pixels: int) -> FrameSize:
-    """The largest size with the same aspect ratio and at most `max_pixels` pixels."""
-    width, height = size
-    scale = math.sqrt(max_pixels / (width * height))
-    if scale >= 1:
-        return size
-    width = max(1, min(max_pixels, int(width * scale)))  # one side of a very long strip is 1
-    return width, max(1, min(int(height * scale), max_pixels // width))

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
@@ -20,25 +20,29 @@ from typing import IO, Any
 
 from PIL import Image
 
+from mmspec.vision import images
 from mmspec.vision.video import sandbox
 from mmspec.vision.video.containers import FileBelow
 from mmspec.vision.video.pyav_reader import PyavReader
-from mmspec.vision.video.reader import NoFramesError, RecountedError, VideoReader, VideoSource
+from mmspec.vision.video.reader import NoFramesError, RecountedError, VideoSource
 
 MAX_HEADER_BYTES = 1 << 26
 """Limit on the JSON line of a message."""
 READY: Mapping[str, Any] = {"ready": True}
 """The first message: what ends the process before is no file."""
+READ_ARGUMENTS = ("numbers", "by_time", "max_pixels")
+"""Of `VideoReader.read`, in order."""
 END = b"\n"
 """What follows the bytes of an answer, so that one of another size is noticed at once."""
 GRACE_S = 10.0
 """Seconds after its deadline at which the process ends itself, in case its parent is dead."""
-MODULES = {
-    "open": ("av", "av.error", "av.logging", "av.stream", "av.subtitles.stream", "av.video.reformatter"),
-    "image": ("mmspec.vision.images",),
-    "table": ("mmspec.vision.video.table_reader",),
+PREPARE: Mapping[str, Callable[[], object]] = {
+    "open": lambda: [importlib.import_module(f"av.{name}") for name in AV_MODULES],
+    "image": images.available_formats,
+    "table": lambda: importlib.import_module("mmspec.vision.video.table_reader"),
 }
-"""What is asked -> modules to import before a file is opened; `deny_open` prevents imports afterwards."""
+"""What is asked -> what is imported before a file is opened; `deny_open` prevents imports afterwards."""
+AV_MODULES = ("error", "logging", "stream", "subtitles.stream", "video.reformatter")
 IMAGE_BASE_BYTES = 512 << 20
 """Memory for an image independent of its size: the process and the structures of the file."""
 DECODE_BYTES_PER_PIXEL = 32
@@ -52,6 +56,7 @@ OPEN_BYTES_PER_PIXEL = 10
 FAILURE_KINDS: dict[type[Exception], str] = {
     NoFramesError: "no_frames",
     RecountedError: "recounted",
+    images.ImageError: "image",
     ImportError: "not_installed",
     MemoryError: "memory",
 }
@@ -112,12 +117,12 @@ def run_worker(timeout_s: float, memory: int) -> None:
 
 
 class _RequestHandler:
-    """Answers requests; one video is open at a time."""
+    """Answers requests; one video or table is open at a time."""
 
     def __init__(self, memory: int, timeout_s: float) -> None:
         self._memory = memory
         self._timeout_s = timeout_s
-        self._reader: VideoReader | None = None
+        self._reader: Any = None
         self._table: Any = None
 
     def serve(self, requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -131,65 +136,55 @@ class _RequestHandler:
             _set_alarm(self._timeout_s + GRACE_S)
             sandbox.limit_cpu_time((self._timeout_s + GRACE_S) * (os.cpu_count() or 1))
             try:
-                header, parts = self._answer(request, content)
+                PREPARE.get(request["op"], dict)()
+                with sandbox.deny_open():
+                    header, parts = self._answer(request, content)
             except Exception as error:  # decoders raise exceptions of any type
                 header, parts = _describe_failure(error), []
+            if self._table is None:
+                sandbox.limit_memory(self._memory)
             write_message(answers, header, chain(map(_to_bytes, parts), (END,)))
             parts = []
             _set_alarm(0)
 
     def _answer(
         self, request: Mapping[str, Any], content: VideoSource
-    ) -> tuple[dict[str, Any], Sequence[Image.Image | bytes]]:
+    ) -> tuple[Mapping[str, Any], Sequence[Image.Image | bytes]]:
         """The header of an answer, and images or bytes."""
-        if request["op"] == "table":
-            return self._open_table(request["kind"], request["size"]), []
-        if self._table is not None and request["op"] != "close":
-            with sandbox.deny_open():
-                return self._read_table(request)
-        if request["op"] == "image":
-            return self._decode_image(content, request["max_pixels"])
-        if request["op"] == "open":
-            _import("open")
-            with sandbox.deny_open():
+        match request["op"]:
+            case "image":
+                image = self._decode_image(content, request["max_pixels"])
+                return {"width": image.width, "height": image.height}, [image]
+            case "open":
                 self._reader = PyavReader(content)
-            return asdict(self._reader.info), []
-        if self._reader is not None and request["op"] == "shown_at":
-            return {"indices": self._reader.shown_at(request["numbers"])}, []
-        if self._reader is not None and request["op"] == "read":
-            size = request["width"], request["height"]
-            with sandbox.deny_open():
-                images, timestamps = self._reader.read(request["indices"], size)
-            if {image.size for image in images} != {size} or len(images) != len(request["indices"]):
-                raise ValueError(f"a reader returns {len(request['indices'])} frames of {size[0]} x {size[1]} pixels")
-            return {"timestamps": timestamps}, images
+                return asdict(self._reader.info), []
+            case "read":
+                indices, timestamps, frames = self._reader.read(*(request[name] for name in READ_ARGUMENTS))
+                width, height = frames[0].size
+                return {"indices": indices, "timestamps": timestamps, "width": width, "height": height}, frames
+            case "table":
+                return self._open_table(request["kind"], request["size"]), []
+            case "group_bytes":
+                return {"bytes": self._table.group_bytes(request["group"], request["columns"])}, []
+            case "rows":
+                self._table.start(request["group"], request["columns"])
+                return self._next_rows()
+            case "more":
+                return self._next_rows()
         if self._reader is not None:
             self._reader.close()
-            self._reader = None
-        if self._table is not None:
-            self._table = None
-            sandbox.limit_memory(self._memory)
+        self._reader = self._table = None
         return {}, []
 
     def _open_table(self, kind: str, size: int) -> dict[str, Any]:
-        _import("table")
         from mmspec.vision.video.table_reader import TableReader
 
         sandbox.limit_memory(min(self._memory, TABLE_BASE_BYTES + TABLE_BYTES_PER_BYTE * size))
-        try:
-            with sandbox.deny_open():
-                self._table = TableReader(kind, size, self._read_range)
-        except BaseException:
-            sandbox.limit_memory(self._memory)
-            raise
+        self._table = TableReader(kind, size, self._read_range)
         return {"columns": self._table.columns, "group_rows": self._table.group_rows}
 
-    def _read_table(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], Sequence[bytes]]:
-        if request["op"] == "group_bytes":
-            return {"bytes": self._table.group_bytes(request["group"], request["columns"])}, []
-        if request["op"] == "rows":
-            self._table.start(request["group"], request["columns"])
-        found: tuple[dict[str, Any], Sequence[bytes]] = self._table.next_rows()
+    def _next_rows(self) -> tuple[Mapping[str, Any], Sequence[bytes]]:
+        found: tuple[Mapping[str, Any], Sequence[bytes]] = self._table.next_rows()
         return found
 
     def _read_range(self, start: int, size: int) -> bytes:
@@ -207,33 +202,17 @@ class _RequestHandler:
             raise OSError(reply["failed"])
         return read_exactly(self._requests, reply["bytes"])
 
-    def _decode_image(self, content: VideoSource, max_pixels: int) -> tuple[dict[str, Any], list[Image.Image]]:
-        _import("image")
-        from mmspec.vision import images
+    def _decode_image(self, content: VideoSource, max_pixels: int) -> Image.Image:
+        with images.pixel_limit(max_pixels, strict=False):
+            data = content if isinstance(content, bytes) else images.read_image_bytes(content)
+            base = IMAGE_BASE_BYTES + len(data)
+            sandbox.limit_memory(min(self._memory, base + OPEN_BYTES_PER_PIXEL * max_pixels))
 
-        images.available_formats()
-        try:
-            with sandbox.deny_open(), images.pixel_limit(max_pixels, strict=False):
-                data = content if isinstance(content, bytes) else images.read_image_bytes(content)
-                base = IMAGE_BASE_BYTES + len(data)
-                sandbox.limit_memory(min(self._memory, base + OPEN_BYTES_PER_PIXEL * max_pixels))
+            def raise_limit(num_pixels: int) -> None:
+                needed = base + DECODE_BYTES_PER_PIXEL * min(num_pixels, max_pixels)
+                sandbox.limit_memory(min(self._memory, needed))
 
-                def raise_limit(num_pixels: int) -> None:
-                    needed = base + DECODE_BYTES_PER_PIXEL * min(num_pixels, max_pixels)
-                    sandbox.limit_memory(min(self._memory, needed))
-
-                image = images.decode_image(data, max_pixels, raise_limit)
-        except images.ImageError as error:
-            return {"failed": "image", "kind": error.kind, "message": str(error)}, []
-        finally:
-            sandbox.limit_memory(self._memory)
-        return {"width": image.width, "height": image.height}, [image]
-
-
-def _import(what: str) -> None:
-    """Import what it needs."""
-    for name in MODULES[what]:
-        importlib.import_module(name)
+            return images.decode_image(data, max_pixels, raise_limit)
 
 
 def _to_bytes(part: Image.Image | bytes) -> bytes:
@@ -244,7 +223,12 @@ def _describe_failure(error: Exception) -> dict[str, Any]:
     """The header of an answer that reports `error`."""
     kind = next((kind for error_type, kind in FAILURE_KINDS.items() if isinstance(error, error_type)), "unreadable")
     message = str(error).strip() or type(error).__name__
-    return {"failed": kind, "message": message[-2000:], "num_frames": getattr(error, "num_frames", 0)}
+    return {
+        "failed": kind,
+        "message": message[-2000:],
+        "num_frames": getattr(error, "num_frames", 0),
+        "kind": getattr(error, "kind", ""),
+    }
 
 
 def _set_alarm(seconds: float) -> None:

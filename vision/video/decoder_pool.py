@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,7 +20,8 @@ from PIL import Image
 
 from mmspec.vision.video.containers import FileBelow
 from mmspec.vision.video.deadline import Deadline
-from mmspec.vision.video.reader import FrameSize, VideoInfo, VideoReader, VideoSource
+from mmspec.vision.video.decode_worker import READ_ARGUMENTS
+from mmspec.vision.video.reader import MAX_TOTAL_PIXELS, VideoInfo, VideoReader, VideoSource
 from mmspec.vision.video.worker_process import (
     DecoderCrashedError,
     DecoderHungError,
@@ -90,7 +91,7 @@ class DecoderPool:
             MemoryError: As the reader.
             RuntimeError: Any other error of the reader, or the pool is closed.
         """
-        return _RemoteReader(self, self.acquire(), source)
+        return _RemoteReader(self, source)
 
     def decode_image(self, source: VideoSource, max_pixels: int) -> Image.Image:
         """Decode an image in a worker, as `mmspec.vision.images.decode_image`; once more if the worker was killed.
@@ -104,23 +105,14 @@ class DecoderPool:
         return retry_if_killed(lambda: self._decode_image(source, max_pixels))
 
     def _decode_image(self, source: VideoSource, max_pixels: int) -> Image.Image:
+        def check(answer: dict[str, Any]) -> tuple[int, int]:
+            return 1, 3 * _checked_pixels(answer, max_pixels)
+
         worker = self.acquire()
         try:
             header, body = _request_with_source({"op": "image", "max_pixels": max_pixels}, source)
-            size = (0, 0)
-
-            def answer_size(answer: dict[str, Any]) -> tuple[int, int]:
-                nonlocal size
-                size = int(answer["width"]), int(answer["height"])
-                if min(size) < 1 or size[0] * size[1] > max_pixels:
-                    raise ValueError(f"an answer has at most {max_pixels} pixels; got {size[0]} x {size[1]}.")
-                return 1, 3 * size[0] * size[1]
-
-            timeout_s = min(self.timeout_s, IMAGE_TIMEOUT_S)
-            _, data = worker.request(
-                header, Deadline(timeout_s), ("width", "height"), body, answer_size=answer_size, timeout_s=timeout_s
-            )
-            return Image.frombytes("RGB", size, data[0])
+            answer, data = worker.request(header, Deadline(min(self.timeout_s, IMAGE_TIMEOUT_S)), check, body)
+            return Image.frombytes("RGB", (answer["width"], answer["height"]), data[0])
         finally:
             self.release(worker)
 
@@ -198,50 +190,70 @@ class DecoderPool:
         self.close()
 
 
-class _RemoteReader:
-    """A `VideoReader` of a video that is open in a worker."""
+class RemoteFile:
+    """What is open in a worker of a pool, which it has for itself. Close it.
 
-    def __init__(self, pool: DecoderPool, worker: WorkerProcess, source: VideoSource) -> None:
-        self._pool = pool
-        self._worker = worker
-        self._deadline = Deadline(pool.timeout_s)
-        header, body = _request_with_source({"op": "open"}, source)
+    Attributes:
+        worker: The worker.
+    """
+
+    def __init__(self, pool: DecoderPool) -> None:
+        self._pool, self.worker = pool, pool.acquire()
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        """Within the context an error gives the worker back."""
         try:
-            self.info = VideoInfo(
-                **worker.request(header, self._deadline, INFO_FIELDS, body, answer_size=_check_info)[0]
-            )
+            yield
         except BaseException:
-            pool.release(worker)
+            self._pool.release(self.worker)
             raise
 
-    def shown_at(self, numbers: Sequence[int]) -> list[int]:
-        header = {"op": "shown_at", "numbers": [int(number) for number in numbers]}
+    def close(self) -> None:
+        """Give the worker back to the pool."""
+        if self.worker.is_alive:
+            with suppress(DecoderCrashedError, DecoderHungError, RuntimeError):  # all has been read
+                self.worker.request({"op": "close"}, Deadline(self._pool.timeout_s))
+        self._pool.release(self.worker)
 
+
+class _RemoteReader(RemoteFile):
+    """A `VideoReader` of a video that is open in a worker."""
+
+    def __init__(self, pool: DecoderPool, source: VideoSource) -> None:
+        super().__init__(pool)
+        self._deadline = Deadline(pool.timeout_s)
+        header, body = _request_with_source({"op": "open"}, source)
+        with self._opening():
+            answer, _ = self.worker.request(header, self._deadline, _check_info, body)
+            self.info = VideoInfo(**{name: answer[name] for name in INFO_FIELDS})
+
+    def read(
+        self, numbers: Sequence[int], by_time: bool, max_pixels: int
+    ) -> tuple[list[int], list[float], list[Image.Image]]:
         def check(answer: dict[str, Any]) -> tuple[int, int]:
             _check_numbers(answer["indices"], 1, len(numbers), int)
-            return 0, 0
-
-        return list(self._worker.request(header, self._deadline, ("indices",), answer_size=check)[0]["indices"])
-
-    def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
-        width, height = size
-        header = {"op": "read", "indices": [int(index) for index in indices], "width": width, "height": height}
-        count = len(indices)
-
-        def check(answer: dict[str, Any]) -> tuple[int, int]:
+            count = len(answer["indices"])
             _check_numbers(answer["timestamps"], count, count, (int, float))
-            return count, 3 * width * height
+            return count, 3 * _checked_pixels(answer, min(max_pixels, MAX_TOTAL_PIXELS // count))
 
-        answer, parts = self._worker.request(header, self._deadline, ("timestamps",), answer_size=check)
-        images = [Image.frombytes("RGB", size, part) for part in parts]
-        return images, [float(timestamp) for timestamp in answer["timestamps"]]
+        values = [int(number) for number in numbers], by_time, max_pixels
+        header = {"op": "read"} | dict(zip(READ_ARGUMENTS, values, strict=True))
+        answer, parts = self.worker.request(header, self._deadline, check)
+        images = [Image.frombytes("RGB", (answer["width"], answer["height"]), part) for part in parts]
+        return answer["indices"], list(map(float, answer["timestamps"])), images
 
-    def close(self) -> None:
-        """See `VideoReader`. The worker returns to the pool."""
-        if self._worker.is_alive:
-            with suppress(DecoderCrashedError, DecoderHungError, RuntimeError):  # all frames have been read
-                self._worker.request({"op": "close"}, self._deadline, ())
-        self._pool.release(self._worker)
+
+def _checked_pixels(answer: dict[str, Any], max_pixels: int) -> int:
+    """Pixels of each image of an answer.
+
+    Raises:
+        ValueError: It is empty, or has more than `max_pixels`.
+    """
+    width, height = int(answer["width"]), int(answer["height"])
+    if min(width, height) < 1 or width * height > max_pixels:
+        raise ValueError(f"an answer has at most {max_pixels} pixels; got {width} x {height}.")
+    return width * height
 
 
 def _check_info(answer: dict[str, Any]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_RATE_DEVIATION = 0.05
 """A declared frame rate that differs by more from the measured one is not used."""
@@ -54,6 +54,17 @@ class PacketTimes:
     duration: int = 0
 
 
+class KeyFrame(NamedTuple):
+    """A frame that decoding can start at: its index and decoding timestamp."""
+
+    index: int
+    dts: int
+
+
+FIRST = KeyFrame(0, 0)
+"""The first packet, whatever its timestamp."""
+
+
 @dataclass
 class FrameIndex:
     """Frames in presentation order.
@@ -64,7 +75,7 @@ class FrameIndex:
         duration: In seconds.
         pts: Timestamps of the decoded frames, rising; empty where frames can be told by their order only.
         damaged: Indices of frames that are missing in the file, or depend on missing ones.
-        keys: (index, dts) of frames that decoding can start at, rising; dts is None where that is not possible.
+        keys: Frames that decoding can start at, rising.
     """
 
     times: list[float]
@@ -72,7 +83,7 @@ class FrameIndex:
     duration: float
     pts: list[int] = field(default_factory=list)
     damaged: set[int] = field(default_factory=set)
-    keys: list[tuple[int, int]] = field(default_factory=list)
+    keys: list[KeyFrame] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.times)
@@ -98,10 +109,10 @@ class FrameIndex:
         at = bisect_left(self.pts, pts)
         return at if at < len(self.pts) and self.pts[at] == pts else None
 
-    def key_before(self, index: int) -> tuple[int, int] | None:
-        """(index, dts) of the last frame up to `index` that decoding can start at."""
+    def key_before(self, index: int) -> KeyFrame:
+        """The last frame up to `index` that decoding can start at."""
         at = bisect_right(self.keys, (index, 1 << 64))
-        return self.keys[at - 1] if at else None
+        return self.keys[at - 1] if at else FIRST
 
 
 def index_packets(
@@ -152,7 +163,7 @@ def index_packets(
     if len(segments) == 1 and not by_order and len(set(pts)) == len(pts):
         index.pts = pts
         starts = (packet for packet in packets if packet.is_key and packet.dts is not None)
-        index.keys = sorted((bisect_left(pts, packet.pts or 0), packet.dts or 0) for packet in starts)
+        index.keys = sorted(KeyFrame(bisect_left(pts, packet.pts or 0), packet.dts or 0) for packet in starts)
     return index
 
 

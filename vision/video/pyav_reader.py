@@ -10,19 +10,28 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 from PIL import Image
 
 from mmspec.vision.video.completeness import find_cut
 from mmspec.vision.video.containers import ContainerFile
-from mmspec.vision.video.frame_index import Damage, FrameIndex, PacketTimes, average_rate, index_packets, may_differ
+from mmspec.vision.video.frame_index import (
+    FIRST,
+    Damage,
+    FrameIndex,
+    KeyFrame,
+    PacketTimes,
+    average_rate,
+    index_packets,
+    may_differ,
+)
 from mmspec.vision.video.presentation import Presentation
 from mmspec.vision.video.reader import (
     MAX_FRAME_PIXELS,
+    MAX_TOTAL_PIXELS,
     NO_STREAM_MESSAGE,
     DamagedError,
     FrameSize,
@@ -31,6 +40,7 @@ from mmspec.vision.video.reader import (
     VideoInfo,
     VideoSource,
     check_frame_size,
+    fit_size,
 )
 
 MIN_SEEK_FRAMES = 48
@@ -47,37 +57,6 @@ _LOG_LOCK = threading.Lock()
 
 class _SeekMissedError(Exception):
     """A seek did not lead to the frame that it should."""
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A key frame to decode from: its index and decoding timestamp; 0: the first packet."""
-
-    index: int = 0
-    dts: int = 0
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """What the demuxer says of a stream.
-
-    Attributes:
-        packets: Those of frames.
-        num_packets: In all.
-        num_declared: As the header says; 0 if it does not.
-        fps: Declared frame rate; 0 if unknown.
-        time_base: Seconds of one unit.
-        duration: Declared seconds of the file; 0 if unknown.
-        has_b_frames: Whether frames are shown in another order than decoded.
-    """
-
-    packets: list[PacketTimes]
-    num_packets: int
-    num_declared: int
-    fps: float
-    time_base: float
-    duration: float
-    has_b_frames: bool
 
 
 class PyavReader:
@@ -112,37 +91,7 @@ class PyavReader:
         Raises:
             DamagedError: Packets are missing at the end.
         """
-        import av.logging
-
-        with _LOG_LOCK, av.logging.Capture() as logs:
-            before = av.logging.get_level(), av.logging.get_skip_repeated()
-            av.logging.set_level(av.logging.ERROR)
-            av.logging.set_skip_repeated(False)
-            try:
-                stream = self._read_packets()
-            finally:
-                av.logging.set_level(before[0])
-                av.logging.set_skip_repeated(before[1])
-        errors = [message for _, name, message in logs if name.startswith(self._demuxer)]
-        has_number = self._demuxer in ("mov", "avi")
-        missing = max(0, stream.num_declared - stream.num_packets) if has_number else 0
-        if any(word in error for error in errors for word in _CUT_MESSAGES) or missing > max(
-            1, stream.num_declared // 100
-        ):
-            of = f" of {stream.num_declared}" if missing else ""
-            raise DamagedError(f"the file is cut or damaged: it has {stream.num_packets}{of} frames; download it again")
-        return index_packets(
-            stream.packets,
-            stream.time_base,
-            stream.fps,
-            by_order=self._demuxer in WITHOUT_TIMESTAMPS and stream.has_b_frames,
-            is_broadcast=self._demuxer in BROADCAST,
-            is_damaged=bool(errors or missing or any(packet.is_corrupt for packet in stream.packets)),
-            declared_duration=stream.duration,
-        )
-
-    def _read_packets(self) -> _Stream:
-        with closing(self._open()) as container:
+        with _logged_errors() as logs, closing(self._open()) as container:
             stream = _video_stream(container)
             context = stream.codec_context
             check_frame_size(context.width, context.height)
@@ -155,14 +104,20 @@ class PyavReader:
                         packets.append(PacketTimes(packet.pts, packet.dts, *flags))
             if self._demuxer == "avi" and packets:  # whose empty packets, which repeat a frame, are left out
                 seen = max(packet.dts or 0 for packet in packets) + 1
-            return _Stream(
+            declared = int(stream.frames) if self._demuxer in ("mov", "avi") else 0
+            missing = max(0, declared - seen)
+            errors = [message for _, name, message in logs if name.startswith(self._demuxer)]
+            if any(word in error for error in errors for word in _CUT_MESSAGES) or missing > max(1, declared // 100):
+                of = f" of {declared}" if missing else ""
+                raise DamagedError(f"the file is cut or damaged: it has {seen}{of} frames; download it again")
+            return index_packets(
                 packets,
-                num_packets=seen,
-                num_declared=int(stream.frames),
-                fps=float(stream.average_rate or stream.guessed_rate or 0),
-                time_base=float(stream.time_base),
-                duration=(container.duration or 0) / 1_000_000,
-                has_b_frames=bool(context.has_b_frames),
+                float(stream.time_base),
+                float(stream.average_rate or stream.guessed_rate or 0),
+                by_order=self._demuxer in WITHOUT_TIMESTAMPS and bool(context.has_b_frames),
+                is_broadcast=self._demuxer in BROADCAST,
+                is_damaged=bool(errors or missing or any(packet.is_corrupt for packet in packets)),
+                declared_duration=(container.duration or 0) / 1_000_000,
             )
 
     def _find_presentation(self) -> FrameSize:
@@ -186,11 +141,11 @@ class PyavReader:
                     last_error = error
         raise last_error
 
-    def shown_at(self, numbers: Sequence[int]) -> list[int]:
-        """See `VideoReader`."""
-        return self._index.shown_at(numbers)
-
-    def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
+    def read(
+        self, numbers: Sequence[int], by_time: bool, max_pixels: int
+    ) -> tuple[list[int], list[float], list[Image.Image]]:
+        indices = self._index.shown_at(numbers) if by_time else list(numbers)
+        size = fit_size((self.info.width, self.info.height), min(max_pixels, MAX_TOTAL_PIXELS // len(indices)))
         wanted = [index for index in indices if index not in self._index.damaged]
         try:
             found = self._read(wanted, size)
@@ -205,26 +160,25 @@ class PyavReader:
                 f"the file is damaged {where} of {self.info.duration:.1f} s: {len(lost)} of {len(indices)} frames to "
                 "be read cannot be decoded; copy or download it again"
             )
-        return [found[index] for index in indices], [self._index.times[index] for index in indices]
+        return indices, [self._index.times[index] for index in indices], [found[index] for index in indices]
 
     def _read(self, wanted: Sequence[int], size: FrameSize) -> dict[int, Image.Image]:
         """The good frames among those wanted, by index."""
         found = dict[int, Image.Image]()
-        runs = list[tuple[_Start, deque[int]]]()
+        runs = list[tuple[KeyFrame, deque[int]]]()
         position = 0
         for index in wanted:
             key = self._index.key_before(index)
-            if key is not None and key[0] - position > MIN_SEEK_FRAMES:
-                runs.append((_Start(*key), deque()))
-            elif not runs:
-                runs.append((_Start(), deque()))
+            is_far = key.index - position > MIN_SEEK_FRAMES
+            if is_far or not runs:
+                runs.append((key if is_far else FIRST, deque()))
             runs[-1][1].append(index)
             position = index
         for start, todo in runs:
             self._read_run(start, todo, size, found)
         return found
 
-    def _read_run(self, start: _Start, todo: deque[int], size: FrameSize, found: dict[int, Image.Image]) -> None:
+    def _read_run(self, start: KeyFrame, todo: deque[int], size: FrameSize, found: dict[int, Image.Image]) -> None:
         """Decode from `start` on until the frames `todo` are found or known to be lost."""
         damage = Damage(is_timed=bool(self._index.pts))
         index = start.index - 1
@@ -242,7 +196,7 @@ class PyavReader:
         if todo or index + 1 != len(self._index):
             self._check_lost(start, damage)
 
-    def _check_lost(self, start: _Start, damage: Damage) -> None:
+    def _check_lost(self, start: KeyFrame, damage: Damage) -> None:
         """A frame that the packets promise was not decoded.
 
         Raises:
@@ -254,7 +208,7 @@ class PyavReader:
         if not damage.is_seen:
             self._recount()
 
-    def _decoded(self, start: _Start, damage: Damage) -> Generator[tuple[int, Any, bool], None, None]:
+    def _decoded(self, start: KeyFrame, damage: Damage) -> Generator[tuple[int, Any, bool], None, None]:
         """(index, frame, whether it is good) of the frames from `start` on, in presentation order."""
         from av.error import InvalidDataError
 
@@ -280,7 +234,7 @@ class PyavReader:
                         last = number
                         yield number, frame, is_good and number not in self._index.damaged
 
-    def _precedes(self, frame: Any, number: int | None, start: _Start) -> bool:
+    def _precedes(self, frame: Any, number: int | None, start: KeyFrame) -> bool:
         """Whether a frame is presented before those of a run: it may depend on frames that were not decoded."""
         if number is None:
             return frame.pts is not None and frame.pts < self._index.pts[0]
@@ -297,7 +251,7 @@ class PyavReader:
         with closing(self._open()) as container:
             unit = float(_video_stream(container).time_base)
         damage = Damage(is_timed=False)
-        pts = [frame.pts for _, frame, _ in self._decoded(_Start(), damage)]
+        pts = [frame.pts for _, frame, _ in self._decoded(FIRST, damage)]
         if damage.is_seen or before.damaged or not may_differ(before, pts):
             raise DamagedError(
                 f"the file is damaged: {len(pts)} of {len(before)} frames can be decoded; copy or download it again"
@@ -312,6 +266,22 @@ class PyavReader:
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def _logged_errors() -> Iterator[list[tuple[int, str, str]]]:
+    """(level, name, message) of what FFmpeg logs meanwhile as errors, repeated ones too."""
+    import av.logging
+
+    with _LOG_LOCK, av.logging.Capture() as logs:
+        before = av.logging.get_level(), av.logging.get_skip_repeated()
+        av.logging.set_level(av.logging.ERROR)
+        av.logging.set_skip_repeated(False)
+        try:
+            yield logs
+        finally:
+            av.logging.set_level(before[0])
+            av.logging.set_skip_repeated(before[1])
 
 
 def _is_invisible(packet: Any, codec: str) -> bool:

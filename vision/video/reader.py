@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,8 @@ FrameSize = tuple[int, int]
 
 MAX_FRAME_PIXELS = 64_000_000
 """Largest frame in pixels; 8K has 33 million."""
+MAX_TOTAL_PIXELS = 64_000_000
+"""Limit on the pixels of all frames of a call: a quarter of a gigabyte."""
 NO_STREAM_MESSAGE = "a video without frames: it has no video stream"
 
 
@@ -64,19 +67,19 @@ class VideoReader(Protocol):
 
     info: VideoInfo
 
-    def shown_at(self, numbers: Sequence[int]) -> list[int]:
-        """Indices of the frames that are shown when the frames of these numbers, rising, would be if all were shown
-        equally long. None is named twice."""
-
-    def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
+    def read(
+        self, numbers: Sequence[int], by_time: bool, max_pixels: int
+    ) -> tuple[list[int], list[float], list[Image.Image]]:
         """Decode frames.
 
         Args:
-            indices: Frame indices in rising order.
-            size: Size of the returned images.
+            numbers: Frame indices in rising order.
+            by_time: Read the frames that are shown when those of the numbers would be if all were shown equally long,
+                each once.
+            max_pixels: Larger frames are scaled down; `MAX_TOTAL_PIXELS` limits all together.
 
         Returns:
-            RGB images, and their timestamps in seconds from the first frame of the video.
+            Indices, timestamps in seconds from the first frame of the video, and RGB images of one size.
 
         Raises:
             DamagedError: One of the frames is damaged.
@@ -88,10 +91,20 @@ class VideoReader(Protocol):
         """Close the file."""
 
 
-def check_frame_size(width: int, height: int, max_pixels: int = MAX_FRAME_PIXELS) -> None:
+def check_frame_size(width: int, height: int) -> None:
     """
     Raises:
-        NoFramesError: The frames have more than `max_pixels`.
+        NoFramesError: The frames have more than `MAX_FRAME_PIXELS`.
     """
-    if width * height > max_pixels:
-        raise NoFramesError(f"frames of {width} x {height} pixels; the limit is {max_pixels} pixels")
+    if width * height > MAX_FRAME_PIXELS:
+        raise NoFramesError(f"frames of {width} x {height} pixels; the limit is {MAX_FRAME_PIXELS} pixels")
+
+
+def fit_size(size: FrameSize, max_pixels: int) -> FrameSize:
+    """The largest size with the same aspect ratio and at most `max_pixels` pixels."""
+    width, height = size
+    scale = math.sqrt(max_pixels / (width * height))
+    if scale >= 1:
+        return size
+    width = max(1, min(max_pixels, int(width * scale)))  # one side of a very long strip is 1
+    return width, max(1, min(int(height * scale), max_pixels // width))

@@ -6,13 +6,11 @@ The worker asks for ranges of the file, which this process has opened: it opens 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from mmspec.vision.video.deadline import Deadline
-from mmspec.vision.video.decoder_pool import DecoderPool
-from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError
+from mmspec.vision.video.decoder_pool import DecoderPool, RemoteFile
 
 TABLE_TIMEOUT_S = 60.0
 """Seconds until the next rows of a table, at most `table_reader.MAX_BATCH_ROWS`."""
@@ -33,7 +31,7 @@ class BadValue:
     message: str
 
 
-class RemoteTable:
+class RemoteTable(RemoteFile):
     """An open table of kind "parquet" or "arrow". Close it.
 
     Args:
@@ -55,31 +53,29 @@ class RemoteTable:
     """
 
     def __init__(self, pool: DecoderPool, kind: str, size: int, read_range: Callable[[int, int], bytes]) -> None:
-        self.num_bytes = size
-        self._pool, self._read_range, self._worker = pool, read_range, pool.acquire()
-        try:
-            found = self._ask({"op": "table", "kind": kind, "size": size}, ("columns", "group_rows"))[0]
-        except BaseException:
-            pool.release(self._worker)
-            raise
-        self.columns: list[str] = found["columns"]
-        self.group_rows: list[int] | None = found["group_rows"]
+        super().__init__(pool)
+        self.num_bytes, self._read_range = size, read_range
+        with self._opening():
+            found, _ = self._ask({"op": "table", "kind": kind, "size": size}, "columns", "group_rows")
+            self.columns: list[str] = found["columns"]
+            self.group_rows: list[int] | None = found["group_rows"]
 
     @property
     def is_alive(self) -> bool:
         """Whether more can be read."""
-        return self._worker.is_alive
+        return self.worker.is_alive
 
     def group_bytes(self, group: int, columns: Sequence[str]) -> int:
         """Uncompressed bytes of columns of a row group, as its header states them."""
-        return int(self._ask({"op": "group_bytes", "group": group, "columns": list(columns)}, ("bytes",))[0]["bytes"])
+        header = {"op": "group_bytes", "group": group, "columns": list(columns)}
+        return int(self._ask(header, "bytes")[0]["bytes"])
 
     def rows(self, columns: Sequence[str], group: int | None = None) -> Iterator[list[Any]]:
         """The values of `columns` in each row of a group or of the stream; a `BadValue` for what cannot be one."""
         header: dict[str, Any] = {"op": "rows", "group": group, "columns": list(columns)}
         ended = False
         while not ended:
-            answer, data = self._ask(header, ("rows", "sizes", "ended"))
+            answer, data = self._ask(header, "rows", "sizes", "ended")
             parts, start = list[bytes](), 0
             for size in answer["sizes"]:
                 parts.append(data[start : start + size])
@@ -88,30 +84,18 @@ class RemoteTable:
                 yield [_decode(value, parts) for value in row]
             header, ended = {"op": "more"}, bool(answer["ended"])
 
-    def _ask(self, header: dict[str, Any], expected_keys: Sequence[str]) -> tuple[dict[str, Any], bytes]:
-        def answer_size(answer: dict[str, Any]) -> tuple[int, int]:
+    def _ask(self, header: dict[str, Any], *keys: str) -> tuple[dict[str, Any], bytes]:
+        def check(answer: dict[str, Any]) -> tuple[int, int]:
             sizes = [int(size) for size in answer.get("sizes", ())]
             if sum(sizes) > MAX_ANSWER_BYTES or min(sizes, default=0) < 0:
                 raise ValueError(f"an answer has at most {MAX_ANSWER_BYTES} bytes; got {sum(sizes)}.")
+            if set(keys) - set(answer):
+                raise ValueError(f"an answer needs the keys {', '.join(keys)}; got {', '.join(answer)}.")
             return 1, sum(sizes)
 
-        timeout_s = min(self._pool.timeout_s, TABLE_TIMEOUT_S)
-        found, parts = self._worker.request(
-            header,
-            Deadline(timeout_s),
-            expected_keys,
-            answer_size=answer_size,
-            timeout_s=timeout_s,
-            read_range=self._read_range,
-        )
+        deadline = Deadline(min(self._pool.timeout_s, TABLE_TIMEOUT_S))
+        found, parts = self.worker.request(header, deadline, check, read_range=self._read_range)
         return found, b"".join(parts)
-
-    def close(self) -> None:
-        """Give the worker back."""
-        if self._worker.is_alive:
-            with suppress(DecoderCrashedError, DecoderHungError, RuntimeError):
-                self._worker.request({"op": "close"}, Deadline(TABLE_TIMEOUT_S), ())
-        self._pool.release(self._worker)
 
     def __enter__(self) -> RemoteTable:
         return self

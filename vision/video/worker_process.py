@@ -122,8 +122,9 @@ class WorkerProcess:
             DecoderHungError: It took longer than a file may.
         """
         try:
-            if self._exchange(Deadline(self._timeout_s), self._timeout_s, self._read_header) != READY:
-                raise self._termination_error(self._timeout_s)
+            deadline = Deadline(self._timeout_s)
+            if self._exchange(deadline, self._read_header) != READY:
+                raise self._termination_error(deadline)
         except DecoderCrashedError as error:
             if error.exit_code is None:
                 raise
@@ -133,11 +134,8 @@ class WorkerProcess:
         self,
         header: dict[str, Any],
         deadline: Deadline,
-        expected_keys: Sequence[str],
+        check: Callable[[dict[str, Any]], tuple[int, int]] = lambda answer: (0, 0),
         body: bytes = b"",
-        *,
-        answer_size: Callable[[dict[str, Any]], tuple[int, int]] = lambda answer: (0, 0),
-        timeout_s: float | None = None,
         read_range: Callable[[int, int], bytes] | None = None,
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Send a request and wait for the answer.
@@ -145,14 +143,13 @@ class WorkerProcess:
         Args:
             header: Header of the request.
             deadline: The worker is killed when it has passed.
-            expected_keys: Keys that the answer must have.
+            check: Maps the answer's header to (number of parts, bytes of each); KeyError, TypeError or ValueError: it
+                is malformed.
             body: Bytes after the header.
-            answer_size: Maps the answer's header to (number of parts, bytes of each); ValueError: it is malformed.
-            timeout_s: Time limit that the error message names; that of the worker if None.
             read_range: Answers the worker's own requests for bytes of a file, from their start and number.
 
         Returns:
-            The expected keys of the answer's header, and the parts after it.
+            The answer's header, and the parts after it.
 
         Raises:
             DecoderCrashedError: The worker crashed, or its answer is malformed.
@@ -166,18 +163,16 @@ class WorkerProcess:
             write_message(self._process.stdin, header, [body])
             while "need" in (answer := self._read_header()):
                 self._send_range(read_range, answer["need"])
-            if "failed" not in answer and set(expected_keys) - set(answer):
-                raise ValueError(f"an answer needs the keys {', '.join(expected_keys)}; got {', '.join(answer)}.")
-            count, size = (0, 0) if "failed" in answer else answer_size(answer)
+            count, size = (0, 0) if "failed" in answer else check(answer)
             parts = [read_exactly(self._process.stdout, size) for _ in range(count)]
             if read_exactly(self._process.stdout, len(END)) != END:
                 raise ValueError(f"an answer has {count} x {size} bytes; got more.")
             return answer, parts
 
-        answer, parts = self._exchange(deadline, timeout_s or self._timeout_s, exchange)
+        answer, parts = self._exchange(deadline, exchange)
         if "failed" in answer:
             _raise_failure(answer)
-        return {name: answer[name] for name in expected_keys}, parts
+        return answer, parts
 
     def _send_range(self, read_range: Callable[[int, int], bytes] | None, need: Sequence[int]) -> None:
         """Send the bytes that the worker needs, or why they cannot be read."""
@@ -198,15 +193,15 @@ class WorkerProcess:
             raise EOFError
         return header
 
-    def _exchange(self, deadline: Deadline, timeout_s: float, exchange: Callable[[], T]) -> T:
+    def _exchange(self, deadline: Deadline, exchange: Callable[[], T]) -> T:
         """What `exchange` returns, which reads and writes until the deadline."""
         done = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(deadline, done), name="mmspec-deadline", daemon=True)
         start_thread(watcher)
         try:
             return exchange()
-        except (OSError, EOFError, ValueError) as error:
-            raise self._termination_error(timeout_s) from error
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise self._termination_error(deadline) from error
         finally:
             done.set()
             watcher.join()  # it may be ending it: the next user of this worker must find `is_alive` up to date
@@ -216,7 +211,7 @@ class WorkerProcess:
             self._timed_out = True
             self._process.kill()
 
-    def _termination_error(self, timeout_s: float) -> Exception:
+    def _termination_error(self, deadline: Deadline) -> Exception:
         """Terminate the worker and return the exception that says why it failed."""
         try:
             code: int | None = self._process.wait(EXIT_TIMEOUT_S)
@@ -224,7 +219,7 @@ class WorkerProcess:
             code = None
         self.terminate()
         if self._timed_out:
-            return DecoderHungError(f"more than {timeout_s:g} seconds")
+            return DecoderHungError(f"more than {deadline.seconds:g} seconds")
         crashed = DecoderCrashedError(_describe_exit(code))
         crashed.exit_code = code
         crashed.was_killed = code in KILLED
