@@ -126,8 +126,8 @@ def split_commas(text: str) -> list[str]:
     return names
 
 
-def source_options(args: argparse.Namespace) -> SourceOptions:
-    """What `add_table_options` parsed; names in messages are relative to the current folder."""
+def source_options(args: object) -> SourceOptions:
+    """The options of tables of a namespace, or of a dataclass; names in messages are relative to the current folder."""
     from mmspec.app.io.item import SourceOptions
 
     return SourceOptions(**{name: getattr(args, name) for name in described(TableOptions)})

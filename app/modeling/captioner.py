@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel, ProcessorMixin
 
 import mmspec
 from mmspec.app.io.images import Media
@@ -21,11 +23,6 @@ from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, descri
 from mmspec.app.modeling.sampling import GREEDY, Sampling
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
 from mmspec.patching import patch_state
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel, ProcessorMixin
-
 
 CUT_WHILE_THINKING = "thinking"
 """`Caption.finish_reason` of an output that ended within the model's thoughts: it holds no caption."""

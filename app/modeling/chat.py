@@ -11,7 +11,11 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from PIL import Image
+from transformers import PreTrainedModel, ProcessorMixin
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media, Video, media_images
@@ -28,9 +32,6 @@ from mmspec.app.modeling.prompt_format import (
     strip_media_tokens,
     template_variables,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, ProcessorMixin
 
 PIXELS = ("pixel_values", "pixel_values_videos")
 ContentPart = dict[str, Any]
@@ -134,8 +135,6 @@ def _text_inputs(
 
 def takes_several_pictures(processor: ProcessorMixin) -> bool:
     """Whether a prompt with two pictures is longer than with one: other processors refuse the second, or drop it."""
-    import torch
-    from PIL import Image
 
     class Nowhere:
         """Stands for the model, of which only device and dtype are asked."""
@@ -146,7 +145,7 @@ def takes_several_pictures(processor: ProcessorMixin) -> bool:
     lengths = []
     for number in (1, 2):
         try:
-            inputs = build_inputs(cast("PreTrainedModel", Nowhere), processor, [(picture,) * number], ["What is it?"])
+            inputs = build_inputs(cast(PreTrainedModel, Nowhere), processor, [(picture,) * number], ["What is it?"])
         except Exception:  # processors raise nearly any type
             return False
         lengths.append(int(inputs["input_ids"].shape[1]))
@@ -270,8 +269,6 @@ def check_chat(processor: ProcessorMixin, name: str, prompt: str | None, chat: C
 
 def to_model_device(model: PreTrainedModel, name: str, value: Any) -> Any:
     """An output of a processor on the model's device; pixels in its dtype."""
-    import torch
-
     if not isinstance(value, torch.Tensor):
         return value
     pixels = name.startswith("pixel_values")  # timestamps stay float32: position ids are computed from them
@@ -318,8 +315,6 @@ def encode_media(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[s
     Several runs can use the result and skip the tower; their outputs do not change. For a model without
     `mm_encoder_outputs`: `inputs` unchanged, and 0 seconds.
     """
-    import torch
-
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         return inputs, 0.0
     start = time.perf_counter()

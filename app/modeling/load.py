@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmspec.app import scenes
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
@@ -74,14 +76,21 @@ def load_model(
     Raises:
         UsageError: it cannot be loaded, or would need code of its repository, which is never run.
     """
-    target_device = resolve_device(device, local_rank)
-    precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    target_device, precision = _device_and_dtype(device, local_rank, dtype)
     if name == SCENES_MODEL or name in SIZES:
-        model, processor = _bundled(name, precision)
+        model, processor = scenes.load_scenes_model() if name == SCENES_MODEL else random_model(name)
+        model = model.to(dtype=getattr(torch, "float32" if precision == "auto" else precision))
         if check is not None:
             check(processor)
     else:
-        model, processor = _pretrained(name, precision, check)
+        processor, options, problem = _processor(name)
+        if check is not None:
+            check(processor)
+        with _explained(f"--model {name}", name, problem):
+            model = AutoModelForImageTextToText.from_pretrained(name, dtype=precision, **options)
     tokenizer = getattr(processor, "tokenizer", None)
     if tokenizer is None or not hasattr(processor, "image_processor"):
         raise UsageError(f"--model {name} has no processor for images and text (it is a {type(processor).__name__})")
@@ -102,24 +111,40 @@ def load_text_model(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    target_device = resolve_device(device, local_rank)
-    precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
+    target_device, precision = _device_and_dtype(device, local_rank, dtype)
     is_gguf = name.endswith(".gguf")
     folder = os.path.dirname(os.path.abspath(name)) if is_gguf else name
-    options: dict[str, Any] = {"gguf_file": os.path.basename(name)} if is_gguf else {}
     if not is_gguf:
         _check_folder(name)
     elif os.path.isdir(folder) and not os.path.isfile(name):  # transformers would point to a page of the hub
         raise UsageError(f"cannot load the language model {name}: there is no such file")
-    problem = None if os.path.isdir(folder) else unreachable_reason()
-    options |= {"trust_remote_code": False, "local_files_only": problem is not None}
-    try:
+    options, problem = _source_options(folder)
+    options |= {"gguf_file": os.path.basename(name)} if is_gguf else {}
+    with _explained(f"the language model {name}", name, problem):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision, **options)
-    except Exception as error:  # as in `_pretrained`
-        reason = problem or (one_line(error, 200) if is_gguf else _hint(name, error))
-        raise UsageError(f"cannot load the language model {name}: {reason}") from error
     return _ready(model, tokenizer, target_device), tokenizer
+
+
+def _device_and_dtype(device: str, local_rank: int, dtype: str) -> tuple[torch.device, str]:
+    found = resolve_device(device, local_rank)
+    return found, "float32" if dtype == "auto" and found.type == "cpu" else dtype
+
+
+def _source_options(name: str) -> tuple[dict[str, Any], str | None]:
+    """Options to load from a folder or the hub, or what is cached of it; and why the hub does not answer."""
+    problem = None if os.path.isdir(name) else unreachable_reason()
+    return {"trust_remote_code": False, "local_files_only": problem is not None}, problem
+
+
+@contextmanager
+def _explained(what: str, name: str, problem: str | None) -> Iterator[None]:
+    """Within the context any error is a `UsageError`: transformers raises nearly any type, AttributeError where
+    torchvision is missing."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"cannot load {what}: {problem or _hint(name, error)}") from error
 
 
 def _ready(model: PreTrainedModel, tokenizer: Any, device: torch.device) -> PreTrainedModel:
@@ -139,47 +164,15 @@ def _ready(model: PreTrainedModel, tokenizer: Any, device: torch.device) -> PreT
     return model.to(device).eval()
 
 
-def _bundled(name: str, dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """The toy model of scenes, or one with random weights."""
-    import torch
-
-    from mmspec.app import scenes
-
-    try:
-        model, processor = scenes.load_scenes_model() if name == SCENES_MODEL else random_model(name)
-    except scenes.DamagedModelError as error:
-        raise UsageError(str(error)) from error
-    return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
-
-
-def _pretrained(
-    name: str, dtype: str, check: Callable[[ProcessorMixin], None] | None = None
-) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """Model and processor of a local folder or a hub id; without a hub that answers, what is cached of it."""
-    from transformers import AutoModelForImageTextToText
-
-    processor, options, problem = _processor(name)
-    if check is not None:
-        check(processor)
-    try:
-        model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, **options)
-    except Exception as error:
-        raise UsageError(f"cannot load --model {name}: {problem or _hint(name, error)}") from error
-    return model, processor
-
-
 def _processor(name: str) -> tuple[ProcessorMixin, dict[str, Any], str | None]:
     """The processor, the options to load its model with, and why the hub does not answer."""
     from transformers import AutoProcessor
 
     _check_folder(name)
-    problem = None if os.path.isdir(name) else unreachable_reason()
+    options, problem = _source_options(name)
     _refuse_remote_code(name)
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": problem is not None}
-    try:
+    with _explained(f"the processor of --model {name}", name, problem):
         return AutoProcessor.from_pretrained(name, **options), options, problem
-    except Exception as error:  # transformers raises nearly any type here, AttributeError where torchvision is missing
-        raise UsageError(f"cannot load the processor of --model {name}: {problem or _hint(name, error)}") from error
 
 
 def check_several_pictures(name: str) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
+from transformers import ProcessorMixin
 
 from mmspec.app.io.images import Media, Video
-
-if TYPE_CHECKING:
-    from transformers import ProcessorMixin
+from mmspec.vision.video.reader import fit_size
 
 
 def image_limits(processor: ProcessorMixin, max_pixels: int | None) -> dict[str, Any]:
@@ -36,9 +34,8 @@ def count_visual_tokens(processor: ProcessorMixin, width: int, height: int, max_
     count = getattr(processor, "_get_num_multimodal_tokens", None)  # what vLLM plans with; of most processors
     if count is None:
         return None
-    if max_pixels is not None and width * height > max_pixels:
-        scale = math.sqrt(max_pixels / (width * height))
-        width, height = max(1, int(width * scale)), max(1, int(height * scale))
+    if max_pixels is not None:
+        width, height = fit_size((width, height), max_pixels)
     try:
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
     except Exception:  # each processor has its own; the plan then counts rows
@@ -58,10 +55,5 @@ def shrink_media(media: Media, max_pixels: int, videos_only: bool = False) -> Me
 
 def shrink(image: Image.Image, max_pixels: int) -> Image.Image:
     """A picture of at most `max_pixels`, its aspect kept, by bicubic interpolation as processors do."""
-    width, height = image.size
-    if width * height <= max_pixels:
-        return image
-    scale = math.sqrt(max_pixels / (width * height))
-    new_width = min(max(1, int(width * scale)), max_pixels)
-    new_height = min(max(1, int(height * scale)), max_pixels // new_width)
-    return image.resize((new_width, new_height), Image.Resampling.BICUBIC, reducing_gap=3.0)
+    size = fit_size(image.size, max_pixels)
+    return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)

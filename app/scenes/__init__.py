@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmspec.app.errors import UsageError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
@@ -17,7 +19,7 @@ CHECKSUMS_FILE = "checksums.json"
 CARD_FILE = "README.md"
 
 
-class DamagedModelError(RuntimeError):
+class DamagedModelError(UsageError):
     """A file of the scenes model is missing, or its checksum differs."""
 
 

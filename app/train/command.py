@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         init_from_target,
         train_settings,
     )
+    from mmspec.drafters.training.trainer import SettingsError
 
     options = TrainOptions.from_args(args)
     hide_progress_bars(options.progress)
@@ -99,9 +100,11 @@ def run(args: argparse.Namespace) -> int:
     count = len(teacher.data) // (2 if options.text_first else 1)
     answer_settings = data_settings(options, count, held_out)
     settings = answer_settings | train_settings(options)
-    # Before the answers, which take long: it may refuse.
-    trainer = build_trainer(options, teacher, count, settings, distributed)
-    check_run_settings(options.out, answer_settings | {"items": teacher.data.digest}, distributed)
+    try:  # before the answers, which take long
+        trainer = build_trainer(options, teacher, count, settings, distributed)
+        check_run_settings(options.out, answer_settings | {"items": teacher.data.digest}, distributed)
+    except SettingsError as error:
+        raise UsageError(str(error)) from error
     show = False if distributed.rank > 0 else options.progress
     total, shard = len(teacher.data), (distributed.rank, distributed.world_size)
     batch_size, new_tokens = options.batch_size, options.max_new_tokens

@@ -130,9 +130,7 @@ class TrainOptions(TableOptions):
     @property
     def source(self) -> SourceOptions:
         """How `data` is read."""
-        from mmspec.app.io.item import SourceOptions
-
-        return SourceOptions(**{name: getattr(self, name) for name in described(TableOptions)})
+        return common.source_options(self)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainOptions:

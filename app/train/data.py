@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import mmspec
-from mmspec.app.io.images import media_images
+from mmspec.app.io.images import ImageError, media_images
 from mmspec.app.io.jsonl import replace_file
 from mmspec.app.modeling.captioner import Captioner, out_of_memory
-from mmspec.app.train.answers import MAX_ANSWER_TOKENS, answer_ids, check_answer
+from mmspec.app.modeling.chat import max_positions
 from mmspec.app.train.datasets import Request, Requests
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
@@ -33,6 +33,8 @@ from mmspec.targets.hf import TOKEN_TYPE_INPUTS
 from mmspec.targets.registry import find_adapter
 
 ANSWERS = "answers.jsonl"
+MAX_ANSWER_TOKENS = 2048
+"""Tokens of an answer of the data; as many as an answer may have that the target writes, if that is more."""
 
 
 class Teacher:
@@ -180,7 +182,8 @@ class Teacher:
         return [outputs[index] for index in indices]
 
     def _tokenize(self, answer: str) -> list[int]:
-        return answer_ids(self.tokenizer, answer, self.captioner.eos_ids)
+        """Token ids of an answer of the data and its end."""
+        return [*self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids, *self.captioner.eos_ids[:1]]
 
     def _generate(self, inputs: dict[str, Any], max_new_tokens: int) -> list[list[int]]:
         """Ids of the answer to each request, up to the end-of-sequence id.
@@ -227,9 +230,27 @@ class Teacher:
         inputs = self.captioner.checked_inputs([one.media for one in requests], [one.question for one in requests])
         for request, length in zip(requests, inputs["attention_mask"].sum(1).tolist(), strict=True):
             if request.answer is not None:
-                ids, limit = self._tokenize(request.answer), max(MAX_ANSWER_TOKENS, self.max_new_tokens)
-                check_answer(self.model, self.tokenizer, ids, length, self.media_token_ids, limit)
+                self._check_answer(self._tokenize(request.answer), length)
         return inputs
+
+    def _check_answer(self, ids: list[int], prompt_tokens: int) -> None:
+        """Refuse an answer of the data that the target cannot read behind its prompt, as prompts are refused.
+
+        Raises:
+            ImageError: it is one.
+        """
+        if (found := next((token for token in ids if token in self.media_token_ids), None)) is not None:
+            name = self.tokenizer.convert_ids_to_tokens(found)
+            raise ImageError("BadText", f"the answer must not contain {name}: there is no picture for it")
+        if len(ids) > (limit := max(MAX_ANSWER_TOKENS, self.max_new_tokens)):
+            raise ImageError(
+                "TooLong", f"the answer has {len(ids)} tokens; the limit is {limit}: --max-new-tokens raises it"
+            )
+        positions, total = max_positions(self.model), prompt_tokens + len(ids)
+        if positions is not None and total > positions:
+            raise ImageError(
+                "TooLong", f"image, prompt and answer have {total} tokens, the model {positions} positions"
+            )
 
     def _first_refused(self, requests: Sequence[Request]) -> tuple[int, Exception] | None:
         """The first request that is refused alone, and why."""

@@ -6,24 +6,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
+from mmspec.drafters.checkpoints.format import CONFIG_NAME, load_head, read_metadata
+from mmspec.drafters.checkpoints.load import load_trained
+from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.registry import HeadMethod, Recipe, TrainSizes, find_method, recipes
-
-if TYPE_CHECKING:
-    from mmspec.drafters.training.batch import DraftModel
+from mmspec.drafters.registry import bundled_drafters
+from mmspec.drafters.training.batch import DraftModel
+from mmspec.resolve import check_grids, target_info
+from mmspec.vision.registry import compressor_config, init_compressor, load_compressor, parse_compressor
 
 
 def train_mode(options: TrainOptions, recipe: Recipe, head: Any) -> str:
     """How visual tokens enter a head in training: as asked for, else as in its family, else as in its recipe."""
     return options.visual_mode or next(iter(head.visual_modes), recipe.visual_mode)
-
-
-def drafting_mode(visual_mode: str) -> str:
-    """The visual mode with which a head drafts that was trained with this one."""
-    return "coupled" if visual_mode == "mixed" else visual_mode
 
 
 def build_draft_model(options: TrainOptions, name: str, config: Any, teacher: Any) -> DraftModel:
@@ -32,9 +33,6 @@ def build_draft_model(options: TrainOptions, name: str, config: Any, teacher: An
     Raises:
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
-    from mmspec.drafters.training.batch import DraftModel
-    from mmspec.resolve import check_grids, target_info
-
     method, recipe = recipes()[name]
     try:
         if options.start_from is None:
@@ -74,8 +72,6 @@ def target_head_config(model: Any, ffn: int | None) -> Any:
         model: the target.
         ffn: intermediate size; None for that of the target.
     """
-    from mmspec.drafters.heads.base.config import HeadConfig
-
     text = model.config.get_text_config(decoder=True)
     layers = getattr(text, "per_layer_config", None)  # the sizes of the layers may differ
     layer = layers[len(layers) - 1] if layers else text
@@ -109,8 +105,6 @@ def _rope_theta(text: Any) -> float:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Within the context fresh weights are those of the seed, the same for every drafter of a run."""
-    import torch
-
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -133,11 +127,6 @@ def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any
         UsageError: there is none.
         ValueError: it has another architecture or shape, is for another target, or is damaged.
     """
-    from mmspec.drafters.checkpoints.format import CONFIG_NAME, load_head, read_metadata
-    from mmspec.drafters.checkpoints.load import load_trained
-    from mmspec.drafters.registry import bundled_drafters
-    from mmspec.resolve import target_info
-
     if options.start_from is None:
         raise ValueError("load_start_head needs --start-from")
     folder = Path(bundled_drafters().get(options.start_from, options.start_from))
@@ -172,7 +161,7 @@ def _start_differences(options: TrainOptions, name: str, head: Any, metadata: An
     method, recipe = recipes()[name]
     pairs: dict[str, tuple[object, object]] = {
         "architecture": (method.name, metadata.architecture),
-        "visual mode": (drafting_mode(train_mode(options, recipe, head)), metadata.visual_mode),
+        "visual mode": (DraftModel(head, train_mode(options, recipe, head)).drafting_mode, metadata.visual_mode),
     }
     if options.ffn is not None:
         width, scale = next(((width, scale) for width, scale in recipe.scales.items() if scale), ("", 0.0))
@@ -193,8 +182,6 @@ def build_train_compressor(options: TrainOptions, hidden_size: int, stored: Any)
     Raises:
         ValueError: the head was trained with another compressor, whose weights would be lost.
     """
-    from mmspec.vision.registry import init_compressor, load_compressor, parse_compressor
-
     if stored is None or not stored[1]:
         with seeded(options.seed):
             return None if options.compressor is None else init_compressor(options.compressor, hidden_size)
@@ -209,8 +196,6 @@ def build_train_compressor(options: TrainOptions, hidden_size: int, stored: Any)
 
 def compressor_state(compressor: Any) -> Any:
     """A compressor as in `HeadMetadata`, or None."""
-    from mmspec.vision.registry import compressor_config
-
     if compressor is None:
         return None
     weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}

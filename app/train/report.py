@@ -108,15 +108,11 @@ def _decode(options: TrainOptions, drafter: str | HeadDrafter, teacher: Teacher,
     mmspec.patch(teacher.model, drafter, processor=teacher.captioner.processor, tree_size=EVALUATION_TREE_SIZE)
     try:
         for index in range(len(held_out)):
-            inputs = _inputs(teacher, held_out, index)
+            _, inputs = teacher.build_inputs(held_out, [index])
             teacher.model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
         return mmspec.stats(teacher.model)
     finally:
         mmspec.unpatch(teacher.model)
-
-
-def _inputs(teacher: Teacher, held_out: Requests, index: int) -> dict[str, Any]:
-    return teacher.build_inputs(held_out, [index])[1]
 
 
 def measure_speed(options: TrainOptions, folder: Path, teacher: Teacher, held_out: Requests) -> dict[str, Any] | None:
@@ -131,7 +127,7 @@ def measure_speed(options: TrainOptions, folder: Path, teacher: Teacher, held_ou
     mmspec.patch(model, str(folder), processor=teacher.captioner.processor)
     try:
         for index in range(1 + min(NUM_SPEED_REQUESTS, len(held_out))):
-            inputs = _inputs(teacher, held_out, index % len(held_out))
+            _, inputs = teacher.build_inputs(held_out, [index % len(held_out)])
             result = mmspec.compare(model, inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
             if result.stats.fallback_calls:
                 print(printable(f"mmspec: speed is not measured: {result.stats.fallback_reason}"), file=sys.stderr)

@@ -12,6 +12,7 @@ import torch
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import UsageError
 from mmspec.app.io.jsonl import replace_file
+from mmspec.app.modeling.load import load_model, load_text_model
 from mmspec.app.modeling.text import is_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
@@ -21,7 +22,7 @@ from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.drafters.training.losses import LossWeights
-from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
+from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, Trainer, check_resume
 
 RUN_FILE = "run.json"
 """Settings of the answers in a folder."""
@@ -33,8 +34,6 @@ def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher,
     Raises:
         UsageError: no data, a target that cannot be loaded, or options about images for a language model.
     """
-    from mmspec.app.modeling.load import load_model, load_text_model
-
     is_text = is_text_model(options.target)
     for name in ("text_first", "visual_mode", "compressor") if is_text else ():
         if getattr(options, name):
@@ -59,14 +58,14 @@ def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher,
 
 def data_settings(options: TrainOptions, count: int, held_out: Requests) -> dict[str, Any]:
     """Settings that determine the answers; answers of an earlier run are reused only if these are equal."""
-    settings: dict[str, Any] = {
+    return {
         "target": options.target,
         "data": list(options.data),
         "count": count,
         "max_new_tokens": options.max_new_tokens,
+        **({"held_back": len(held_out)} if len(held_out) else {}),
+        **options.source.chosen(),
     }
-    settings |= {"held_back": len(held_out)} if len(held_out) else {}
-    return settings | options.source.chosen()
 
 
 def train_settings(options: TrainOptions) -> dict[str, Any]:
@@ -79,18 +78,14 @@ def check_run_settings(folder: Path, settings: Mapping[str, Any], distributed: D
     """Write the settings of the answers to run.json, or compare them with those of the run in the folder.
 
     Raises:
-        UsageError: the folder holds the answers of a run with other settings.
+        SettingsError: the folder holds the answers of a run with other settings.
     """
     file = folder / RUN_FILE
     if not file.exists():
         if not distributed.rank:
             replace_file(file, json.dumps(settings, indent=1).encode() + b"\n")
         return
-    found = json.loads(file.read_text(encoding="utf-8"))
-    try:
-        check_resume(folder, found, settings)
-    except SettingsError as error:
-        raise UsageError(str(error)) from error
+    check_resume(folder, json.loads(file.read_text(encoding="utf-8")), settings)
 
 
 def distributed_context(options: TrainOptions, process: ProcessInfo) -> tuple[Callable[[], None], DistributedContext]:
@@ -115,7 +110,8 @@ def build_trainer(
     """The trainer of the run in the folder, at its last checkpoint if there is one.
 
     Raises:
-        UsageError: the folder holds a run with other settings, or `--start-from` cannot be used.
+        SettingsError: the folder holds a run with other settings.
+        UsageError: `--start-from` cannot be used.
     """
     model = teacher.model
     embeddings = teacher.adapter.shared_embeddings
@@ -141,10 +137,7 @@ def build_trainer(
         indices = sampler.batch_indices(step, with_images)
         return teacher.make_batch(indices[distributed.rank :: distributed.world_size])
 
-    try:
-        return Trainer(options.out, draft_models, config, embeddings, get_batch, placeholder, settings, distributed)
-    except SettingsError as error:
-        raise UsageError(str(error)) from error
+    return Trainer(options.out, draft_models, config, embeddings, get_batch, placeholder, settings, distributed)
 
 
 def init_from_target(trainer: Trainer, teacher: Teacher) -> None:

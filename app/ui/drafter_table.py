@@ -104,13 +104,6 @@ def ranked(rows: Sequence[Row]) -> list[dict[str, Any]]:
     tied = [any(rate * NOISE >= top for rate, top in zip(row.rates[1:], best, strict=True)) for row in order]
     last_tied = max(index for index, is_tied in enumerate(tied) if is_tied)
     return [
-        {
-            "name": row.name,
-            "choices": row.choices,
-            "tokens_per_s": median(row.rates[1:]),
-            "tau": row.tau,
-            "identical": row.identical,
-            "is_tied": index <= last_tied,
-        }
+        vars(row) | {"tokens_per_s": median(row.rates[1:]), "is_tied": index <= last_tied}
         for index, row in enumerate(order)
     ]

@@ -104,7 +104,7 @@ class DemoModel:
             self._load()
         except BaseException as error:
             self._set_phase("failed")
-            if type(error) is UsageError:
+            if isinstance(error, UsageError):
                 raise ModelUnusableError(str(error)) from error
             raise
         self._set_phase("ready")

@@ -270,7 +270,7 @@ def test_answers_are_checked_as_prompts_are(
     if kind == "limit":
         monkeypatch.setattr("mmspec.app.train.data.MAX_ANSWER_TOKENS", 30)
     if kind == "positions":
-        monkeypatch.setattr("mmspec.app.train.answers.max_positions", lambda model: 60)
+        monkeypatch.setattr("mmspec.app.train.data.max_positions", lambda model: 60)
     for folder in (tmp_path, tmp_path / "again"):
         teacher = Teacher(model, processor, FileData([str(data)]))
         teacher.generate_answers(folder, 2, 8)

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from mmspec.interfaces import Compressor, GateObservation, VisualTokens
 from mmspec.metrics.compression_stats import compressor_label
+from mmspec.vision.compressors.latent import TrainedCompressor
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
 from mmspec.vision.compressors.select import Drop, Stride, TopScore, query_similarity
@@ -33,7 +34,7 @@ RIDGE_LAMBDAS = [10.0**power for power in range(-2, 9)]
 """Candidate regularisation strengths of `fit_gate`."""
 
 
-class Elastic(nn.Module):
+class Elastic(TrainedCompressor):
     """Chooses one of several compressors (branches) for each row.
 
     Attributes:
@@ -54,11 +55,7 @@ class Elastic(nn.Module):
         Raises:
             ValueError: `max_tokens` is below 1.
         """
-        super().__init__()
-        if max_tokens < 1:
-            raise ValueError(f"an elastic compressor needs at least 1 token; got {max_tokens}.")
-        self.hidden_size = hidden_size
-        self.max_tokens = max_tokens
+        super().__init__(hidden_size, max_tokens)
         self.branches: list[Compressor] = list(branches) or default_branches(hidden_size, max_tokens)
         # Registers the trainable branches; `branches` is a plain list, since not all branches are modules.
         self.learned = nn.ModuleList([branch for branch in self.branches if isinstance(branch, nn.Module)])

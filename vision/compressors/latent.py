@@ -7,6 +7,8 @@ single token. FLASH means the paper, not FlashAttention.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,7 +16,24 @@ from torch.nn import functional
 from mmspec.interfaces import Compressor, VisualTokens
 
 
-class LatentCompressor(nn.Module):
+class TrainedCompressor(nn.Module):
+    """A compressor with weights, for states of width `hidden_size`."""
+
+    name: ClassVar[str]
+
+    def __init__(self, hidden_size: int, max_tokens: int) -> None:
+        """
+        Raises:
+            ValueError: `max_tokens` is below 1.
+        """
+        super().__init__()
+        if max_tokens < 1:
+            raise ValueError(f"the compressor {self.name} needs at least 1 token; got {max_tokens}.")
+        self.hidden_size = hidden_size
+        self.max_tokens = max_tokens
+
+
+class LatentCompressor(TrainedCompressor):
     """`max_tokens` learned queries of width D, trained with a drafter."""
 
     name = "latent"
@@ -24,11 +43,7 @@ class LatentCompressor(nn.Module):
         Raises:
             ValueError: `max_tokens` is below 1.
         """
-        super().__init__()
-        if max_tokens < 1:
-            raise ValueError(f"a latent compressor needs at least 1 token; got {max_tokens}.")
-        self.hidden_size = hidden_size
-        self.max_tokens = max_tokens
+        super().__init__(hidden_size, max_tokens)
         self.queries = nn.Parameter(torch.randn(max_tokens, hidden_size))
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:

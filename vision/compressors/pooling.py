@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mmspec.engine.gather import scatter_sum
 from mmspec.interfaces import VisualGrid, VisualTokens
+from mmspec.vision.compressors.latent import TrainedCompressor
 
 logger = logging.getLogger("mmspec")
 
@@ -232,7 +233,7 @@ class Pool:
         return merge_cells(visual_tokens, cells, num_cells)
 
 
-class Conv(nn.Module):
+class Conv(TrainedCompressor):
     """Depthwise convolution with stride equal to its window, after the mean over frames (SpecVLM). Starts as the mean.
 
     The kernel has one trained size and is stretched (nearest neighbour) to the window, so it applies to any grid.
@@ -247,11 +248,7 @@ class Conv(nn.Module):
         Raises:
             ValueError: `max_tokens` is below 1.
         """
-        super().__init__()
-        if max_tokens < 1:
-            raise ValueError(f"a convolution needs at least 1 token; got {max_tokens}.")
-        self.hidden_size = hidden_size
-        self.max_tokens = max_tokens
+        super().__init__(hidden_size, max_tokens)
         self.kernel = nn.Parameter(torch.ones(hidden_size, self.KERNEL_SIZE, self.KERNEL_SIZE))
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:

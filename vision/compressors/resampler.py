@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.interfaces import VisualTokens
-from mmspec.vision.compressors.latent import num_active_queries, spread_positions
+from mmspec.vision.compressors.latent import TrainedCompressor, num_active_queries, spread_positions
 
 
-class Resampler(nn.Module):
+class Resampler(TrainedCompressor):
     """`max_tokens` learned queries with `num_heads` heads of width `head_dim`, trained with a drafter."""
 
     name = "resampler"
@@ -24,11 +24,7 @@ class Resampler(nn.Module):
         Raises:
             ValueError: `max_tokens` is below 1.
         """
-        super().__init__()
-        if max_tokens < 1:
-            raise ValueError(f"a resampler needs at least 1 token; got {max_tokens}.")
-        self.hidden_size = hidden_size
-        self.max_tokens = max_tokens
+        super().__init__(hidden_size, max_tokens)
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.queries = nn.Parameter(torch.randn(max_tokens, num_heads, head_dim))

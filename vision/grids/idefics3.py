@@ -43,7 +43,7 @@ class Idefics3Layout(VisualLayout):
             for start, tag in zip(starts, tags[row], strict=True):
                 image.append(start)
                 if tag in whole_image:
-                    grids += tile_grids(row, image, size, media_index, base=-1)
+                    grids += tile_grids(row, image, size, media_index)
                     media_index, image = media_index + 1, []
         return tuple(grids)
 

@@ -26,5 +26,5 @@ class InternVLLayout(VisualLayout):
         for media_index, (row, start, length) in enumerate(self.placeholder_runs(input_ids, config.image_token_id)):
             if not tile or length % tile:
                 return ()
-            grids += tile_grids(row, list(range(start, start + length, tile)), size, media_index, base=-1)
+            grids += tile_grids(row, list(range(start, start + length, tile)), size, media_index)
         return tuple(grids)

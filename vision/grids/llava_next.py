@@ -70,14 +70,6 @@ def clip_spans(
     return None if is_known and len(spans) != pixel_values.shape[0] else spans
 
 
-def frame_grids(row: int, start: int, num_frames: int, side: int, media_index: int) -> list[VisualGrid]:
-    """The square grids of a video's adjacent frames."""
-    return [
-        VisualGrid(row, start + frame * side * side, side, side, media_index, role="frame", frame=frame)
-        for frame in range(num_frames)
-    ]
-
-
 class LlavaNextLayout(VisualLayout):
     """`LlavaNextForConditionalGeneration`. Images of one row must be separated by text."""
 
@@ -88,10 +80,15 @@ class LlavaNextLayout(VisualLayout):
         """Base and tile grids; empty if the placeholders cannot be assigned to images."""
         return tuple(self.image_grids(input_ids, vision) or ())
 
+    @property
+    def base_side(self) -> int:
+        """Height and width in tokens of the base grid of an image."""
+        config = self.model.config.vision_config
+        return int(config.image_size // config.patch_size)
+
     def image_grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> list[VisualGrid] | None:
         """The grids of all images; None if the numbers of tokens do not match."""
-        config = self.model.config.vision_config
-        base_side = config.image_size // config.patch_size
+        base_side = self.base_side
         sizes = vision.get("image_sizes")
         runs = self.placeholder_runs(input_ids, self.model.config.image_token_id)
         if sizes is not None and len(sizes) != len(runs):
@@ -106,6 +103,29 @@ class LlavaNextLayout(VisualLayout):
                 return None
             grids += image
         return grids
+
+    def media_grids(
+        self, input_ids: Tensor, vision: Mapping[str, Any], side: int, end_tokens: int = 0
+    ) -> tuple[VisualGrid, ...]:
+        """The grids of images, then a grid per frame of videos; empty if the numbers of tokens do not match.
+
+        Args:
+            side: height and width of the grid of a frame.
+            end_tokens: newline tokens after the last frame of each video.
+        """
+        grids = self.image_grids(input_ids, vision)
+        runs = self.placeholder_runs(input_ids, self.model.config.video_token_id)
+        spans = clip_spans(runs, vision.get("pixel_values_videos"), side * side, end_tokens)
+        if grids is None or spans is None:
+            return ()
+        num_images = 1 + max((grid.media_index for grid in grids), default=-1)
+        for index, (row, start, num_frames) in enumerate(spans, num_images):
+            for frame in range(num_frames):
+                grids.append(VisualGrid(row, start, side, side, index, role="frame", frame=frame))
+                start += side * side
+            if end_tokens:
+                grids.append(VisualGrid(row, start, 1, end_tokens, index, role="newline", frame=num_frames - 1))
+        return tuple(grids)
 
     def unpadded_grid(self, size: Any) -> GridSize:
         """Size of the tile grid of an image of `size` (height, width) pixels, by transformers' own arithmetic."""

@@ -23,18 +23,14 @@ def tokens_per_side(vision_config: Any, merge: float) -> tuple[int, int]:
     return height, width
 
 
-def tile_grids(
-    row: int, starts: list[int], size: tuple[int, int], media_index: int, base: int | None
-) -> Iterator[VisualGrid]:
-    """The grids of one image.
+def tile_grids(row: int, starts: list[int], size: tuple[int, int], media_index: int) -> Iterator[VisualGrid]:
+    """The grids of one image: its tiles, the last of which is the whole image.
 
     Args:
         row: batch row.
         starts: index of the first token of each tile.
         size: (height, width) of a tile in tokens.
         media_index: index of the image in the batch.
-        base: which tile is the whole image, an index into `starts`; None if none is.
     """
-    for index, start in enumerate(starts):
-        is_base = base is not None and index == base % len(starts)
-        yield VisualGrid(row, start, *size, media_index, role="base" if is_base else "tiles")
+    for start in starts:
+        yield VisualGrid(row, start, *size, media_index, role="base" if start == starts[-1] else "tiles")

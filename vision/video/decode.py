@@ -1,4 +1,4 @@
-"""Reads one video with one reader: runs the sampler (with thumbnails if it is content-aware) and bounds memory.
+"""Reads one video with one reader: runs the sampler and bounds memory.
 
 Independent of the decoder.
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 from mmspec.hints import install_hint
 from mmspec.interfaces import FrameSampler
 from mmspec.messages import one_line
-from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, FileBelow, detect_container, read_header
+from mmspec.vision.video.containers import FileBelow
 from mmspec.vision.video.decode import MAX_FRAMES, Frames, SamplerError, read_with
 from mmspec.vision.video.decode import FrameMetadata as FrameMetadata
 from mmspec.vision.video.decoder_pool import DecoderPool, retry_if_killed
@@ -121,17 +121,14 @@ def _resolve_source(source: str | os.PathLike[str] | bytes) -> tuple[VideoSource
     """The input of the readers, and the name of the video in messages.
 
     Raises:
-        ValueError: It is empty, or in no allowed container.
+        ValueError: It is empty.
         TypeError: It is neither a path nor bytes.
         FileNotFoundError: There is no such file.
     """
     if isinstance(source, (bytes, bytearray, memoryview)):
-        content = bytes(source)
-        if not content:
+        if not (content := bytes(source)):
             raise ValueError("0 bytes is not a video that can be read; pass the content of a file, or its path.")
-        name = f"a video of {len(content)} bytes"
-        _check_container(content[:HEADER_BYTES], name)
-        return content, name
+        return content, f"a video of {len(content)} bytes"
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"a video must be a path or bytes; got {type(source).__name__}.")
     file = Path(source)
@@ -139,18 +136,4 @@ def _resolve_source(source: str | os.PathLike[str] | bytes) -> tuple[VideoSource
         raise FileNotFoundError(f"no such video: {file}")
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is not a video that can be read (it is empty)")
-    opened = source if isinstance(source, FileBelow) else str(file)
-    _check_container(read_header(opened), str(file))
-    return opened, str(file)
-
-
-def _check_container(header: bytes, name: str) -> None:
-    """Refuse other containers before a reader starts; readers check the file that they open again.
-
-    Raises:
-        ValueError: The header is of no allowed container.
-    """
-    try:
-        detect_container(header)
-    except ContainerError as error:
-        raise ValueError(f"{name} is not a video that can be read ({error})") from error
+    return source if isinstance(source, FileBelow) else str(file), str(file)

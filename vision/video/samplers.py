@@ -1,7 +1,6 @@
-"""Frame samplers: evenly spaced, at a frame rate, or frames that differ from each other.
+"""Frame samplers: evenly spaced, or at a frame rate.
 
-A sampler knows the number of frames and the frame rate; content-aware ones also get thumbnails. It depends neither on
-files nor on decoders.
+A sampler knows the number of frames and the frame rate. It depends neither on files nor on decoders.
 """
 
 from __future__ import annotations
