@@ -273,6 +273,6 @@ def _hint(name: str, error: Exception) -> str:
     text = one_line(error)
     if "torchvision" in str(error).lower() or isinstance(error, AttributeError):
         text += " (this family's processor needs torchvision: pip install torchvision)"
-    if "/" in name and not os.path.isdir(name) and os.path.isdir(name.split("/")[0]):
+    if "/" in name and not os.path.exists(name) and os.path.isdir(name.split("/")[0]):
         text += f" (and there is no folder {name} here)"
     return text
