@@ -7,7 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmspec.app.cli.arguments import TEMPERATURE_HELP, Options, parse_seed, parse_temperature, positive_int
+from mmspec.app.cli.arguments import (
+    PROGRESS_HELP,
+    TEMPERATURE_HELP,
+    Options,
+    parse_seed,
+    parse_temperature,
+    positive_int,
+)
 from mmspec.app.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,6 +38,11 @@ def add_sampling_options(parser: Options, seed_of: str = "sampling") -> None:
     add = parser.add_argument
     add("--temperature", type=parse_temperature, default=0.0, metavar="T", help=TEMPERATURE_HELP)
     add("--seed", type=parse_seed, default=0, metavar="N", help=f"of {seed_of} (default 0)")
+
+
+def add_progress(parser: Options) -> None:
+    """Add `--progress` and `--no-progress`; the default is None."""
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help=PROGRESS_HELP)
 
 
 def add_scene_seed(parser: Options, default: int | None, default_text: str) -> None:

@@ -62,11 +62,6 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
     add_described(parser, TableOptions)
 
 
-def add_progress(parser: Options, help: str = PROGRESS_HELP) -> None:
-    """Add `--progress` and `--no-progress`; the default is None."""
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help=help)
-
-
 def whole_number(rule: str, least: int) -> Callable[[str], int]:
     """The parser of an integer of 64 bits, as generators and columns of rows hold; `rule` says which, for messages."""
 

@@ -13,7 +13,6 @@ from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.cli.arguments import (
     add_device_options,
     add_model_option,
-    add_progress,
     add_table_options,
     goes_with,
     hide_progress_bars,
@@ -22,7 +21,7 @@ from mmspec.app.cli.arguments import (
 )
 from mmspec.app.cli.main import CommandParser, run_command
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from research.arguments import add_sampling_options, positive_floats, positive_ints
+from research.arguments import add_progress, add_sampling_options, positive_floats, positive_ints
 from research.bench.config import DEFAULT_PROCESSES, DEFAULT_ROUNDS, BenchConfig
 from research.bench.overview import overview_markdown
 from research.bench.plot import plot_bench

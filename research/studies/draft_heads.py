@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from mmspec.app.cli.arguments import add_model_option, add_progress, parse_temperature, positive_int, split_commas
+from mmspec.app.cli.arguments import add_model_option, parse_temperature, positive_int, split_commas
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.metrics.stats import Stats
-from research.arguments import config_from_args, module_parser, positive_ints
+from research.arguments import add_progress, config_from_args, module_parser, positive_ints
 from research.bench.drafter_specs import check_spec
 from research.bench.measure import (
     NO_DRAFT,

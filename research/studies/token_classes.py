@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from mmspec.app.cli.arguments import add_model_option, add_progress, positive_int
+from mmspec.app.cli.arguments import add_model_option, positive_int
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone, load_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.ui.rounds import RoundRecorder
-from research.arguments import add_sampling_options, config_from_args, module_parser
+from research.arguments import add_progress, add_sampling_options, config_from_args, module_parser
 from research.bench.drafter_specs import check_spec, patch_model
 from research.bench.measure import Contestant, gc_paused, phase_times_ms, run_once
 from research.bench.plot import plot_token_classes

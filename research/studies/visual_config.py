@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from mmspec.app.cli.arguments import add_model_option, add_progress, positive_int, split_commas
+from mmspec.app.cli.arguments import add_model_option, positive_int, split_commas
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from research.arguments import config_from_args, module_parser
+from research.arguments import add_progress, config_from_args, module_parser
 from research.bench.drafter_specs import check_spec, parse_spec
 from research.bench.results import add_result_options
 from research.scenes.tasks import add_scene_seed

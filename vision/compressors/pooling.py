@@ -178,13 +178,13 @@ def _block_cells(num_frames: int, height: int, width: int, window: Window) -> Te
 def merge_cells(
     visual_tokens: VisualTokens, cells: Tensor, num_cells: Sequence[int], weights: Tensor | None = None
 ) -> VisualTokens:
-    """Mean of each cell's tokens, or their weighted sum.
+    """Mean of each cell's tokens, each times its weight.
 
     Args:
         visual_tokens: M tokens per row.
         cells: [B, M] int64 from `assign_cells`.
         num_cells: Number of cells of each row.
-        weights: [B, M, D] weights of a sum; the mean if None.
+        weights: [B, M, D]; 1 if None.
     """
     batch = len(num_cells)
     max_cells = max(num_cells, default=0)
@@ -202,11 +202,9 @@ def merge_cells(
     merged_positions = torch.stack([(cell_sum(axis[..., None]) / divisor)[..., 0] for axis in axes]).round().long()
 
     def merge(part: Tensor) -> Tensor:
-        if weights is None:
-            return cell_sum(part) / divisor.to(part.dtype)
-        return cell_sum(part * weights.to(part.dtype))
+        return cell_sum(part if weights is None else part * weights.to(part.dtype)) / divisor.to(part.dtype)
 
-    # The mean of a single token is that token; a weighted sum is not.
+    # The mean of a single token is that token, unless it has a weight.
     indices = torch.arange(target.shape[1], device=target.device).expand(target.shape)
     member = target.new_full((batch, max_cells + 1), -1).scatter(1, target, indices)[:, :max_cells]
     return VisualTokens(
@@ -258,9 +256,8 @@ class Conv(TrainedCompressor):
         return merge_cells(visual_tokens, cells, num_cells, self._weights(blocks, windows, cells))
 
     def _weights(self, blocks: Sequence[GridBlock], windows: Sequence[Window], cells: Tensor) -> Tensor:
-        """[B, M, D] kernel value of each token, divided by the number of tokens of its cell."""
-        batch, count = cells.shape
-        kernel_index = torch.zeros(batch, count, dtype=torch.long)
+        """[B, M, D] kernel value of each token."""
+        kernel_index = torch.zeros_like(cells)
         for block in blocks:
             window = windows[block.row]
             _, y, x = torch.meshgrid(
@@ -269,8 +266,4 @@ class Conv(TrainedCompressor):
             y = (y % window.height) * self.KERNEL_SIZE // window.height
             x = (x % window.width) * self.KERNEL_SIZE // window.width
             kernel_index[block.row, block.start : block.start + y.numel()] = (y * self.KERNEL_SIZE + x).flatten()
-        weights = self.kernel.flatten(1).t()[kernel_index.to(self.kernel.device)]
-        sizes = torch.zeros(batch, max(1, int(cells.max()) + 2) if count else 1)
-        target = torch.where(cells >= 0, cells, sizes.shape[1] - 1)
-        divisor = sizes.scatter_add(1, target, torch.ones_like(target, dtype=sizes.dtype)).gather(1, target)
-        return weights / divisor[..., None].to(weights.device)
+        return self.kernel.flatten(1).t()[kernel_index.to(self.kernel.device)]
