@@ -13,13 +13,7 @@ from mmspec.vision.compressors.elastic import Elastic
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
-from mmspec.vision.compressors.select import (
-    Drop,
-    Identity,
-    Stride,
-    TopScore,
-    query_similarity,
-)
+from mmspec.vision.compressors.select import Drop, Identity, Relevant, Stride
 
 TRAINED_GATE = Elastic.name
 """Without a size: the elastic compressor that a drafter was trained with."""
@@ -27,7 +21,7 @@ UNSIZED: dict[str, Callable[[], object]] = {"identity": Identity, "drop": Drop}
 """Compressors without a size: all tokens, or none."""
 UNTRAINED: dict[str, Callable[[int], object]] = {
     "stride": Stride,
-    "relevant": lambda max_tokens: TopScore(max_tokens, "relevant", query_similarity),
+    "relevant": Relevant,
     "pool": Pool,
 }
 """Compressors with a size and without weights: `max_tokens` -> compressor."""

@@ -20,6 +20,7 @@ from mmspec.app.cli.arguments import (
     validate_drafter,
 )
 from mmspec.app.errors import UsageError, one_line
+from mmspec.hints import install_hint
 
 if TYPE_CHECKING:
     from mmspec.app.ui.limits import Limits
@@ -103,7 +104,8 @@ def name_and_password(text: str) -> tuple[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted, or until the model turns out to be unusable."""
     validate_drafter(args.drafter)
-    require_gradio()
+    if find_spec("gradio") is None:
+        raise UsageError(f"mmspec demo needs gradio, which is not installed; install it: {install_hint('app')}")
     from mmspec.app.modeling.load import resolve_device
     from mmspec.app.ui.limits import Limits
     from mmspec.app.ui.model import DemoModel, ModelUnusableError
@@ -145,15 +147,3 @@ def _serve(model: DemoModel, limits: Limits, args: argparse.Namespace) -> None:
     except OSError as error:
         where = "" if args.port is None else f", port {args.port}"
         raise UsageError(f"cannot serve at 127.0.0.1{where} (--port): {one_line(error)}") from error
-
-
-def require_gradio() -> None:
-    """Check that gradio can be imported.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    if find_spec("gradio") is None:
-        from mmspec.hints import install_hint
-
-        raise UsageError(f"mmspec demo needs gradio, which is not installed; install it: {install_hint('app')}")

@@ -23,7 +23,7 @@ from mmspec.metrics.compression_stats import compressor_label
 from mmspec.vision.compressors.latent import TrainedCompressor
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
-from mmspec.vision.compressors.select import Drop, Stride, TopScore, query_similarity
+from mmspec.vision.compressors.select import Drop, Relevant, Stride
 
 BUDGET_PENALTY = 0.02
 """Increase of the loss for keeping all visual tokens. Keeping all of a video takes 1% to 5% of a call on two CPU cores,
@@ -176,7 +176,7 @@ def default_branches(hidden_size: int, max_tokens: int) -> list[Compressor]:
     """No token; evenly spaced and query-similar tokens (a fourth of `max_tokens`); pooling (a fourth, and
     `max_tokens`); a convolution; a resampler with two queries."""
     fourth = max(1, max_tokens // 4)
-    branches: list[Compressor] = [Drop(), Stride(fourth), TopScore(fourth, "relevant", query_similarity)]
+    branches: list[Compressor] = [Drop(), Stride(fourth), Relevant(fourth)]
     pools = map(Pool, sorted({fourth, max_tokens}))
     return [*branches, *pools, Conv(hidden_size, max_tokens), Resampler(hidden_size, min(2, max_tokens))]
 

@@ -1,11 +1,10 @@
 """Compressors without weights that keep a subset of the visual tokens unchanged: all, none, evenly, by score.
 
-Kept tokens keep their position ids. `TopScore` ranks tokens by similarity to the query.
+Kept tokens keep their position ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,36 +92,21 @@ class Stride:
         return gather_tokens(visual_tokens, index.clamp(max=max(0, visual_tokens.mask.shape[1] - 1)), step < num_kept)
 
 
-ScoreFunction = Callable[[VisualTokens, Tensor | None], Tensor]
-"""(visual_tokens, query [B, D] or None) -> scores [B, M] float32; the highest are kept."""
-
-
-def query_similarity(visual_tokens: VisualTokens, query: Tensor | None) -> Tensor:
-    """[B, M] cosine similarity of each token's hidden state and the last hidden state of the prompt.
-
-    Raises:
-        ValueError: `query` is None.
-    """
-    if query is None:
-        raise ValueError("query_similarity needs the last hidden state of the prompt (query); got None.")
-    return functional.cosine_similarity(visual_tokens.hidden_states.float(), query[:, None].float(), dim=-1)
-
-
 @dataclass(frozen=True)
-class TopScore:
-    """Keeps the tokens with the highest scores.
-
-    Attributes:
-        max_tokens: Limit per row.
-        name: Name in messages and statistics.
-        score: The score of each token.
-    """
+class Relevant:
+    """Keeps the tokens whose hidden states are most similar to the last hidden state of the prompt, by their cosine."""
 
     max_tokens: int
-    name: str
-    score: ScoreFunction
+    name: str = "relevant"
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """The `max_tokens` tokens of each row with the highest scores."""
-        index, mask = top_score_indices(self.score(visual_tokens, query), visual_tokens.mask, max_tokens)
+        """The `max_tokens` most similar tokens of each row.
+
+        Raises:
+            ValueError: `query` is None.
+        """
+        if query is None:
+            raise ValueError("the compressor relevant needs the last hidden state of the prompt (query); got None.")
+        scores = functional.cosine_similarity(visual_tokens.hidden_states.float(), query[:, None].float(), dim=-1)
+        index, mask = top_score_indices(scores, visual_tokens.mask, max_tokens)
         return gather_tokens(visual_tokens, index, mask)
