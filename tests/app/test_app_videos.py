@@ -99,7 +99,7 @@ def moving() -> tuple[Any, Any]:
 def family(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """What `--model tiny` loads: the tiny LLaVA-NeXT-Video."""
     model, processor = moving()
-    monkeypatch.setattr(load, "_bundled", lambda *_: (model, processor))
+    monkeypatch.setattr(load, "random_model", lambda *_: (model, processor))
     return model, processor
 
 
