@@ -92,6 +92,12 @@ class Worker:
             before = self._jobs[: self._jobs.index(job)] if job in self._jobs else []
         return sum(other.page not in ("", job.page) and not other.signal.should_stop for other in before)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job runs or waits."""
+        with self._changed:
+            return bool(self._jobs)
+
     def close(self) -> None:
         """End all jobs and start no further one."""
         with self._changed:

@@ -173,7 +173,7 @@ def take(page: Any, file: Path) -> None:
 def measured(page: Any, demo: Demo, turn: Any) -> Any:
     """The stored answer of a turn, after its shares are measured."""
     name = turn.get_attribute("id").removeprefix("race-")
-    until(page, lambda: not demo.worker._jobs)
+    until(page, lambda: not demo.worker.is_busy)
     page.wait_for_timeout(150)
     return demo.reports[name]
 
@@ -479,7 +479,7 @@ def test_stop_stops_and_a_long_question_keeps_the_answer_in_sight(
     page.locator(".sample").first.click()
     page.locator(".mmspec .text span").nth(5).wait_for()
     page.locator("#stop").click()
-    until(page, lambda: not demo.worker._jobs)
+    until(page, lambda: not demo.worker.is_busy)
     assert "Stopped." in page.locator(".turn").inner_text() and page.locator("#ask").is_visible()
     page.locator("#new").click()
     page.locator("#expert").evaluate("(one) => { one.open = false; }")

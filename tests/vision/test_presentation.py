@@ -124,7 +124,7 @@ def test_seeking_gives_the_same_frames(codec: str, tmp_path: Path, monkeypatch: 
     original = pyav_reader.PyavReader._read_run
 
     def spy(self: Any, start: Any, *rest: Any) -> None:
-        jumps.append(start.index)
+        jumps.append(start.number)
         original(self, start, *rest)
 
     monkeypatch.setattr(pyav_reader.PyavReader, "_read_run", spy)
@@ -142,7 +142,7 @@ def test_a_seek_that_lands_elsewhere_is_repeated(tmp_path: Path, monkeypatch: py
 
     def late(self: Any, index: int) -> Any:
         key = key_before(self, index)
-        return key._replace(dts=self.keys[-1].dts) if key.index else key
+        return key._replace(dts=self.keys[-1].dts) if key.number else key
 
     monkeypatch.setattr(pyav_reader.FrameIndex, "key_before", late)
     assert numbers(read_frames(clip, num_frames=6)) == [0, 10, 20, 30, 40, 50]

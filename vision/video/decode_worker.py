@@ -36,13 +36,13 @@ END = b"\n"
 """What follows the bytes of an answer, so that one of another size is noticed at once."""
 GRACE_S = 10.0
 """Seconds after its deadline at which the process ends itself, in case its parent is dead."""
+AV_MODULES = ("error", "logging", "stream", "subtitles.stream", "video.reformatter")
 PREPARE: Mapping[str, Callable[[], object]] = {
     "open": lambda: [importlib.import_module(f"av.{name}") for name in AV_MODULES],
     "image": images.available_formats,
     "table": lambda: importlib.import_module("mmspec.vision.video.table_reader"),
 }
 """What is asked -> what is imported before a file is opened; `deny_open` prevents imports afterwards."""
-AV_MODULES = ("error", "logging", "stream", "subtitles.stream", "video.reformatter")
 IMAGE_BASE_BYTES = 512 << 20
 """Memory for an image independent of its size: the process and the structures of the file."""
 DECODE_BYTES_PER_PIXEL = 32

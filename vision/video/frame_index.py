@@ -57,7 +57,7 @@ class PacketTimes:
 class KeyFrame(NamedTuple):
     """A frame that decoding can start at: its index and decoding timestamp."""
 
-    index: int
+    number: int
     dts: int
 
 

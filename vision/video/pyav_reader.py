@@ -169,7 +169,7 @@ class PyavReader:
         position = 0
         for index in wanted:
             key = self._index.key_before(index)
-            is_far = key.index - position > MIN_SEEK_FRAMES
+            is_far = key.number - position > MIN_SEEK_FRAMES
             if is_far or not runs:
                 runs.append((key if is_far else FIRST, deque()))
             runs[-1][1].append(index)
@@ -181,7 +181,7 @@ class PyavReader:
     def _read_run(self, start: KeyFrame, todo: deque[int], size: FrameSize, found: dict[int, Image.Image]) -> None:
         """Decode from `start` on until the frames `todo` are found or known to be lost."""
         damage = Damage(is_timed=bool(self._index.pts))
-        index = start.index - 1
+        index = start.number - 1
         with closing(self._decoded(start, damage)) as frames:
             for index, frame, is_good in frames:
                 while todo and todo[0] < index:
@@ -203,7 +203,7 @@ class PyavReader:
             _SeekMissedError: Perhaps after decoding from the first frame.
             RecountedError: There was no such frame: nothing is damaged.
         """
-        if start.index:
+        if start.number:
             raise _SeekMissedError
         if not damage.is_seen:
             self._recount()
@@ -214,9 +214,9 @@ class PyavReader:
 
         with closing(self._open()) as container:
             stream = _video_stream(container)
-            if start.index:
+            if start.number:
                 container.seek(start.dts, stream=stream)
-            last = start.index - 1
+            last = start.number - 1
             for packet in container.demux(stream):
                 try:
                     frames = packet.decode()
@@ -238,7 +238,7 @@ class PyavReader:
         """Whether a frame is presented before those of a run: it may depend on frames that were not decoded."""
         if number is None:
             return frame.pts is not None and frame.pts < self._index.pts[0]
-        return number < start.index
+        return number < start.number
 
     def _recount(self) -> None:
         """Count the frames by decoding all of them, and keep to that.
