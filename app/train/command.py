@@ -86,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
         data_settings,
         distributed_context,
         init_from_target,
-        train_settings,
     )
     from mmspec.drafters.training.trainer import SettingsError
 
@@ -99,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     teacher, held_out = build_teacher(options, process)
     count = len(teacher.data) // (2 if options.text_first else 1)
     answer_settings = data_settings(options, count, held_out)
-    settings = answer_settings | train_settings(options)
+    # Further settings that must be equal on resume; options newer than a run are left out where they are unused.
+    settings = answer_settings | {"text_first": options.text_first}
+    settings |= {} if options.start_from is None else {"start_from": options.start_from}
     try:  # before the answers, which take long
         trainer = build_trainer(options, teacher, count, settings, distributed)
         check_run_settings(options.out, answer_settings | {"items": teacher.data.digest}, distributed)

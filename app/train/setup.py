@@ -68,12 +68,6 @@ def data_settings(options: TrainOptions, count: int, held_out: Requests) -> dict
     }
 
 
-def train_settings(options: TrainOptions) -> dict[str, Any]:
-    """Further settings that must be equal on resume. Options newer than a run are left out where they are unused."""
-    settings: dict[str, Any] = {"text_first": options.text_first}
-    return settings | ({} if options.start_from is None else {"start_from": options.start_from})
-
-
 def check_run_settings(folder: Path, settings: Mapping[str, Any], distributed: DistributedContext) -> None:
     """Write the settings of the answers to run.json, or compare them with those of the run in the folder.
 

@@ -116,14 +116,6 @@ def _window_at(step: int) -> Window:
     return Window(side + 1 + (remainder > 0), side + 1, side + 1 + (remainder == 2))
 
 
-def choose_windows(blocks: Sequence[GridBlock], max_tokens: int, batch: int) -> list[Window]:
-    """`choose_window` for each row, independent of the other rows."""
-    rows: list[list[GridBlock]] = [[] for _ in range(batch)]
-    for block in blocks:
-        rows[block.row].append(block)
-    return [choose_window(row, max_tokens) for row in rows]
-
-
 def assign_cells(
     blocks: Sequence[GridBlock], windows: Sequence[Window], max_tokens: int, count: int
 ) -> tuple[Tensor, list[int]]:
@@ -156,8 +148,8 @@ def assign_cells(
 def plan_pooling(
     blocks: tuple[GridBlock, ...], max_tokens: int, batch: int, count: int
 ) -> tuple[list[Window], Tensor, list[int]]:
-    """`choose_windows` and `assign_cells`, cached: prompts of one shape recur. Read-only, since the cache shares it."""
-    windows = choose_windows(blocks, max_tokens, batch)
+    """The window of each row, and `assign_cells`. Cached, as prompts of one shape recur, and so read-only."""
+    windows = [choose_window([one for one in blocks if one.row == row], max_tokens) for row in range(batch)]
     return windows, *assign_cells(blocks, windows, max_tokens, count)
 
 
