@@ -20,7 +20,7 @@ from mmspec.app.ui.kept_media import KeptMedia
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import COMPRESSORS, DemoModel
 from mmspec.app.ui.run import Run, RunSettings
-from mmspec.app.ui.samples import SAMPLE_PAIRS, samples_of
+from mmspec.app.ui.samples import SAMPLE_PAIRS, TEXT_QUESTIONS
 from mmspec.app.ui.script import build_script
 from mmspec.app.ui.uploads import StoredFile, Uploads
 from mmspec.app.ui.worker import CancelSignal, Job, Worker
@@ -92,6 +92,7 @@ class Demo:
     def state(self) -> dict[str, Any]:
         """What a page shows before any question."""
         model = self.model
+        pairs = [{"file": file, "question": question} for file, question in SAMPLE_PAIRS]
         return {
             "model": model.name,
             "description": model.description,
@@ -101,7 +102,7 @@ class Demo:
             "seconds": round(time.monotonic() - model.phase_since, 1),
             "drafters": model.drafters,
             "compressors": () if model.is_text else COMPRESSORS,
-            "samples": samples_of(model),
+            "samples": [{"question": question} for question in TEXT_QUESTIONS] if model.is_text else pairs,
             "max_question_chars": self.limits.max_question_chars,
             "max_new_tokens": self.limits.max_new_tokens,
             "max_file_mb": self.limits.max_file_mb,

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mmspec.app.ui.model import DemoModel
-
 DETAIL = "Describe the picture in detail."
 SAMPLE_PAIRS = (
     ("rocket_rainbow_bucket_telescope.png", DETAIL),
@@ -16,10 +10,4 @@ SAMPLE_PAIRS = (
     ("pretzel_pumpkin_cat.png", DETAIL),
 )
 TEXT_QUESTIONS = ("Explain how a bicycle stays upright.", "Write a short story about a lighthouse.")
-
-
-def samples_of(model: DemoModel) -> list[Mapping[str, str]]:
-    """The pairs for a model: {"file", "question"}; a text model has questions alone."""
-    if model.is_text:
-        return [{"question": question} for question in TEXT_QUESTIONS]
-    return [{"file": file, "question": question} for file, question in SAMPLE_PAIRS]
+"""Of a language model."""
