@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -33,7 +34,7 @@ class _TemporaryBytes:
 
 
 class Spool:
-    """Rows that are needed again and again: bytes from tables wait in one temporary file, not in memory."""
+    """Bytes of rows that wait in one temporary file, not in memory."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -46,9 +47,7 @@ class Spool:
             UsageError: the disk of the temporary files is full.
         """
         try:
-            if isinstance(item.content, Pictures):
-                return replace(item, content=Pictures(tuple(map(self._kept, item.content.parts))))
-            return item if item.content is None else replace(item, content=self._kept(item.content))
+            return item if item.content is None else _with_content(item, self._kept)
         except OSError as error:
             folder, size = tempfile.gettempdir(), self._end >> 20
             raise UsageError(
@@ -56,10 +55,12 @@ class Spool:
             ) from error
 
     def _kept(self, content: Content) -> Content:
-        if not isinstance(content, InlineBytes):
-            return content
+        return self.add(content.data) if isinstance(content, InlineBytes) else content
+
+    def add(self, data: bytes) -> Content:
+        """Where the bytes are in the file."""
         self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115  # as long as the rows
-        start, self._end = self._end, self._end + self._file.write(content.data)
+        start, self._end = self._end, self._end + self._file.write(data)
         self._file.flush()
         return _TemporaryBytes(self._file, start, self._end - start)
 
@@ -72,22 +73,21 @@ def hold(item: Item) -> Item:
     """
     if item.content is None:
         check_file(item.path)
-    content = item.bytes_of_file
-    parts = content.parts if isinstance(content, Pictures) else (content,)
     try:
-        held = tuple(_held(part.read()) for part in parts)
+        return _with_content(item, _held)
     except ImageError as error:
         if error.kind != "TooLarge":
             raise
         hint = "other formats than webdataset do not store it" if item.content is None else "cut or compress it"
         raise ImageError("TooLarge", f"{error}: {hint}") from error
-    return replace(item, content=Pictures(held) if isinstance(content, Pictures) else held[0])
 
 
-def _held(data: bytes) -> Content:
-    if len(data) <= MAX_BYTES_IN_MEMORY:
-        return InlineBytes(data)
-    file = tempfile.TemporaryFile()  # noqa: SIM115  # open until the row is written
-    file.write(data)
-    file.flush()
-    return _TemporaryBytes(file, 0, len(data))
+def _held(content: Content) -> Content:
+    data = content.read()
+    return InlineBytes(data) if len(data) <= MAX_BYTES_IN_MEMORY else Spool().add(data)
+
+
+def _with_content(item: Item, change: Callable[[Content], Content]) -> Item:
+    """The item with each of its pictures changed."""
+    found = tuple(map(change, item.contents))
+    return replace(item, content=found[0] if len(found) == 1 else Pictures(found))

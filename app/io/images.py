@@ -6,13 +6,13 @@ Every problem is an `ImageError` with one line of text. Knows nothing of models 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -33,9 +33,8 @@ from mmspec.vision.images import (
     pixel_limit as pixel_limit,
 )
 from mmspec.vision.video.containers import FileBelow
-
-if TYPE_CHECKING:
-    from mmspec.vision.video.decoder_pool import DecoderPool
+from mmspec.vision.video.decoder_pool import DecoderPool
+from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
 
 _COMMON_FORMATS = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif"
 _HEIF = ".heic .heif" if find_spec("pillow_heif") else ""
@@ -62,6 +61,11 @@ Media = Image.Image | Sequence[Image.Image] | Video
 """The media of one prompt: an image, several images, or a video."""
 Source = Path | str | FileBelow | bytes | Image.Image | np.ndarray
 """An image as a path, the bytes of a file, a Pillow image, or an array (`from_array`)."""
+_DECODER_ERRORS: dict[type[Exception], tuple[str, str]] = {
+    DecoderHungError: ("DecoderHung", "the decoder took too long ({})"),
+    DecoderCrashedError: ("DecoderCrashed", "the decoder crashed ({})"),
+    ImportError: ("NoVideoReader", "{}"),
+}
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -78,35 +82,38 @@ def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | De
     Raises:
         ImageError: the source cannot be read or decoded.
     """
-    if isinstance(source, np.ndarray):
+    if isinstance(source, np.ndarray | Image.Image):
         with convert_image_errors(max_pixels):
-            return from_array(source, max_pixels)
-    if isinstance(source, Image.Image):
-        with convert_image_errors(max_pixels):
-            return to_upright_rgb(source, max_pixels)
+            is_array = isinstance(source, np.ndarray)
+            return from_array(source, max_pixels) if is_array else to_upright_rgb(source, max_pixels)
     content = _validate_source(source)
-    if isolated:
-        return _decode_isolated(content, max_pixels, isolated)
-    held = content if isinstance(content, bytes) else read_image_bytes(content)
-    return decode_image(held, max_pixels)
+    if not isolated:
+        return decode_image(content if isinstance(content, bytes) else read_image_bytes(content), max_pixels)
+    pool = nullcontext(isolated) if isinstance(isolated, DecoderPool) else DecoderPool()
+    with pool as decoders, convert_decoder_errors("BrokenImage"):
+        return decoders.decode_image(content, max_pixels)
 
 
-def _decode_isolated(content: str | bytes | FileBelow, max_pixels: int, isolated: bool | DecoderPool) -> Image.Image:
-    """Decode in another process."""
-    from mmspec.vision.video.decoder_pool import DecoderPool
-    from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError
+@contextmanager
+def convert_decoder_errors(kind: str, clip: Path | None = None) -> Iterator[None]:
+    """Turn what a process that decodes a file raises into an `ImageError`, but not that none could be started.
 
-    with nullcontext(isolated) if isinstance(isolated, DecoderPool) else DecoderPool() as other:
-        try:
-            return other.decode_image(content, max_pixels)
-        except DecoderHungError as error:
-            raise ImageError("DecoderHung", f"the decoder took too long ({error})") from error
-        except DecoderCrashedError as error:
-            raise ImageError("DecoderCrashed", f"the decoder crashed ({error})") from error
-        except MemoryError as error:
-            raise ImageError("OutOfMemory", "not enough memory to decode it") from error
-        except (RuntimeError, OSError) as error:
-            raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
+    Args:
+        kind: of what has none of its own.
+        clip: of which messages are whole sentences, but name its whole path.
+    """
+    try:
+        yield
+    except (DecoderStartError, ImageError):
+        raise
+    except MemoryError as error:
+        raise ImageError("OutOfMemory", "not enough memory to decode it") from error
+    except Exception as error:
+        found, text = _DECODER_ERRORS.get(type(error), (kind, "cannot be decoded: {}"))
+        message = one_line(error, 600)
+        if clip is not None:
+            text, message = "{}", message.removeprefix(f"{clip}: ").replace(str(clip), clip.name)
+        raise ImageError(found, text.format(message)) from error
 
 
 def _validate_source(source: object) -> str | bytes | FileBelow:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from mmspec.app.caption.config import default_prompt
 from mmspec.app.cli.options import described
 from mmspec.app.io import videos
-from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local
+from mmspec.app.io.content import ByteRange, Content, Pictures, Unreadable, is_local
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.table_options import TableOptions
 from mmspec.app.io.text import escaped, find_fault
@@ -65,9 +65,10 @@ class Item:
             object.__setattr__(self, "prompt", None)
 
     @property
-    def bytes_of_file(self) -> Content:
-        """Where its bytes are."""
-        return self.content or ByteRange(str(self.path), file=self.below)
+    def contents(self) -> tuple[Content, ...]:
+        """Where the bytes of each of its pictures are."""
+        content = self.content or ByteRange(str(self.path), file=self.below)
+        return content.parts if isinstance(content, Pictures) else (content,)
 
     @property
     def is_video(self) -> bool:

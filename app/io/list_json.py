@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +22,29 @@ RECORD_KEYS = ("images", "data", "rows", "samples", "items", "annotations")
 """Where a JSON object holds its records, as in COCO."""
 _STRUCT_KEYS = {"bytes", "path", "url", "src"}
 """Fields of one picture."""
-_BLANKS = re.compile(r"[ \t\r\n]*")
+_KINDS = {dict: "{", list: "[", str: '"'}
+_BLANKS = re.compile(r"[ \t\r\n\ufeff]*")
+"""Also the byte order marks of lists that were joined by `cat`."""
 _BLANKS_OR_COMMAS = re.compile(r"[ \t\r\n,]*")
 _ADVICE = "write a list of objects, as pandas does with to_json(orient='records')"
 
 
-def json_lines(text: ListText) -> Numbered:
-    """The records of JSON lines; of a file with one value, those of a JSON list."""
-    lines = ((number, line) for number, line in text.raw_lines() if line.strip())
-    first, second = next(lines, None), next(lines, None)
-    if first is None:
-        return
-    if second is None or first[1].strip() == "{" or first[1].lstrip().startswith("["):  # JSON by another name
-        text.unit = text.unit if second is None else "record"
-        text.stream.seek(0)
-        yield from json_records(text)
-        return
-    for number, line in chain((first, second), lines):
-        yield number, _object(_load(line, text.where(number)), text.where(number))
-
-
 def json_records(text: ListText) -> Numbered:
-    """The records of a JSON list, of the list in a JSON object, or of several values that follow each other."""
+    """The records of a JSON list, of the list in a JSON object, or of values that follow each other, as JSON lines."""
     reader = JsonReader(text)
     start = reader.peek()
-    if start == "{":
-        values = _object_records(text, reader)
-    elif start == "[":
-        values = _only_list(text, reader)
+    if start == "[":
+        text.unit, values = "record", _only_list(text, reader)
+    elif start != "{" and text.kind == ".json":
+        raise UsageError(f"{text.path} is a JSON {type(reader.value()).__name__}: {_ADVICE}")
+    elif start != "{" or (shape := _object_shape(text.path, text.kind, *_changed(text.path))) is None:
+        while reader.peek():
+            number = reader.number
+            yield number, _object(reader.value(), text.where(number))
+            reader.count += 1
+        return
     else:
-        value = reader.value()
-        raise UsageError(f"{text.path} is a JSON {type(value).__name__}: {_ADVICE}")
+        values = _object_records(text, reader, shape)
     for number, value in enumerate(values, 1):
         if number > 1:
             text.unit = "record"
@@ -61,18 +52,11 @@ def json_records(text: ListText) -> Numbered:
 
 
 def _only_list(text: ListText, reader: JsonReader) -> Iterator[Any]:
-    number = 0
-    for number, value in enumerate(reader.elements(), 1):  # noqa: B007 (for the message)
-        yield value
+    yield from reader.elements()
     if reader.peek():
-        raise UsageError(f"{text.path} goes on after its list of {number} records: one list, or an object per line")
-
-
-def _load(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {one_line(error, 120)}") from error
+        raise UsageError(
+            f"{text.path} goes on after its list of {reader.count} records: one list, or an object per line"
+        )
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -84,21 +68,36 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 class JsonReader:
-    """Values of a JSON text one after the other, without holding the others."""
+    """Values of a JSON text one after the other, without holding the others.
+
+    Attributes:
+        count: values that were taken, for messages.
+    """
 
     def __init__(self, text: ListText) -> None:
         self._text, self._stream = text, text.stream
-        self._buffer, self._place, self._ended, self.count = "", 0, False, 0
+        self._buffer, self._place, self._ended, self._line, self.count = "", 0, False, 1, 0
         self._decoder = json.JSONDecoder()
 
+    @property
+    def number(self) -> int:
+        """Of the next value: its line, or which record it is."""
+        self.peek()
+        return self._line if self._text.unit == "line" else self.count + 1
+
     def _fill(self) -> None:
-        more = self._stream.read(max(1 << 20, len(self._buffer) - self._place))
+        size = len(self._buffer) - self._place
+        more = self._stream.read(min(max(1 << 20, size), MAX_LINE_CHARS + 1 - size))
         self._buffer, self._place, self._ended = self._buffer[self._place :] + more, 0, not more
+
+    def _go_to(self, end: int) -> None:
+        self._line += max(self._buffer.count(char, self._place, end) for char in "\n\r")
+        self._place = end
 
     def peek(self, skipped: re.Pattern[str] = _BLANKS) -> str:
         """The next character of the syntax; empty at the end."""
         while True:
-            self._place = skipped.match(self._buffer, self._place).end()  # type: ignore[union-attr]  # or nothing
+            self._go_to(skipped.match(self._buffer, self._place).end())  # type: ignore[union-attr]  # or nothing
             if self._place < len(self._buffer) or self._ended:
                 return self._buffer[self._place : self._place + 1]
             self._fill()
@@ -117,40 +116,39 @@ class JsonReader:
                 if end == len(self._buffer) and not self._ended:  # a number may go on
                     raise ValueError
             except ValueError as error:
-                size = len(self._buffer) - self._place
-                if self._ended or size > MAX_LINE_CHARS:
-                    message = f"longer than {MAX_LINE_CHARS} characters" if not self._ended else one_line(error, 120)
-                    raise self._fault(message) from error
-                self._fill()
-                continue
-            self._place = end
+                if not self._ended and len(self._buffer) - self._place <= MAX_LINE_CHARS:
+                    self._fill()
+                    continue
+                message = one_line(error, 120) if self._ended else f"longer than {MAX_LINE_CHARS} characters"
+                raise self._fault(message) from error
+            self._go_to(end)
             return found
 
     def _fault(self, message: str) -> UsageError:
-        return UsageError(f"{self._text.where(self.count + 1)} is not JSON: {message}"[:300])
+        return UsageError(f"{self._text.where(self.number)} is not JSON: {message}"[:300])
 
     def elements(self) -> Iterator[Any]:
         """The elements of the list that comes next."""
-        self._take("[")
-        while (char := self.peek(_BLANKS_OR_COMMAS)) != "]":
-            if not char:
-                raise self._fault("the list does not end")
+        for _ in self._within("[]", "list"):
             found = self.value()
             self.count += 1
             yield found
-        self._take("]")
 
     def members(self) -> Iterator[str]:
         """The keys of the object that comes next; before the next one the caller takes the value."""
-        self._take("{")
-        while (char := self.peek(_BLANKS_OR_COMMAS)) != "}":
-            if char != '"':
-                raise self._fault(f"{char!r} in place of a key" if char else "the object does not end")
-            key = self.value()
-            self.peek()
+        for _ in self._within("{}", "object"):
+            key = str(self.value())
             self._take(":")
-            yield str(key)
-        self._take("}")
+            yield key
+
+    def _within(self, braces: str, what: str) -> Iterator[None]:
+        """Once for each value between these braces, which the caller takes."""
+        self._take(braces[0])
+        while (char := self.peek(_BLANKS_OR_COMMAS)) != braces[1]:
+            if not char:
+                raise self._fault(f"the {what} does not end")
+            yield
+        self._take(braces[1])
 
     def _take(self, char: str) -> None:
         if self.peek() != char:
@@ -161,20 +159,14 @@ class JsonReader:
         """Pass over the next value; returns how it begins: `[{`, `["`, `[]`, `{`, or the first character of another."""
         start = self.peek()
         if start == "[":
-            kinds = {_kind(element) for element in self.elements()}
+            kinds = {_KINDS.get(type(element), "0") for element in self.elements()}
             return "[" + (kinds.pop() if len(kinds) == 1 else "?" if kinds else "]")
         if start == "{":
             for _ in self.members():
                 self.skip()
-            return "{"
-        self.value()
+        else:
+            self.value()
         return start
-
-
-def _kind(value: Any) -> str:
-    return (
-        "{" if isinstance(value, dict) else "[" if isinstance(value, list) else '"' if isinstance(value, str) else "0"
-    )
 
 
 @lru_cache(maxsize=64)
@@ -186,15 +178,14 @@ def _object_shape(path: Path, kind: str, changed: int, size: int) -> Mapping[str
         return None if reader.peek() else found
 
 
-def _object_records(text: ListText, reader: JsonReader) -> Iterator[Any]:
-    """The records of a file that begins with an object."""
-    status = os.stat(text.path)
-    shape = _object_shape(text.path, text.kind, status.st_mtime_ns, status.st_size)
-    if shape is None:  # objects that follow each other
-        while reader.peek():
-            yield reader.value()
-            reader.count += 1
-        return
+def _changed(path: Path) -> tuple[int, int]:
+    """When a file was changed, and its size."""
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size
+
+
+def _object_records(text: ListText, reader: JsonReader, shape: Mapping[str, str]) -> Iterator[Any]:
+    """The records of a file of one object."""
     names = {normalized(key): start for key, start in shape.items()}
     is_record = (
         any(names.get(key, "").startswith("[") for key in TURN_KEYS)

@@ -6,7 +6,6 @@ and the line.
 
 from __future__ import annotations
 
-import gzip
 import os
 import zlib
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from mmspec.app.io.fields import field_texts, wanted
 from mmspec.app.io.gzipped import max_lines
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.left_out import LeftOut
-from mmspec.app.io.list_json import json_lines, json_records
+from mmspec.app.io.list_json import json_records
 from mmspec.app.io.list_tables import names, table
 from mmspec.app.io.list_text import ListText, open_list
 
@@ -59,7 +58,7 @@ def read_manifest(path: Path, options: SourceOptions, found: LeftOut) -> Iterato
         UsageError: it cannot be read, no row of it names a picture, or one names what may not be read.
     """
     kind = _format(path)
-    reader = {".jsonl": json_lines, ".json": json_records, ".txt": names}.get(kind, table)
+    reader = {".jsonl": json_records, ".json": json_records, ".txt": names}.get(kind, table)
     try:
         limit = max_lines(path)
         with open_list(path, kind, options, found) as text:
@@ -74,10 +73,9 @@ def read_manifest(path: Path, options: SourceOptions, found: LeftOut) -> Iterato
         raise UsageError(f"list {path} is not UTF-8 text: {one_line(error, 120)}") from error
     except RecursionError as error:
         raise UsageError(f"cannot read list {path}: its values are nested too deeply") from error
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UsageError(f"cannot read list {path}: {one_line(error, 120)}") from error
-    except OSError as error:
-        raise UsageError(f"cannot read manifest {path}: {error.strerror}") from error
+    except (OSError, zlib.error, EOFError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error, 120)
+        raise UsageError(f"cannot read list {path}: {reason}") from error
 
 
 def _file_name(cell: Any) -> str:

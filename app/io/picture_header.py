@@ -6,10 +6,11 @@ which makes a batch larger or smaller and nothing else.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 
-from mmspec.app.io.content import ByteRange, Content, InlineBytes, Pictures, is_local
+from mmspec.app.io.content import ByteRange, Content, InlineBytes, is_local
 from mmspec.app.io.item import Item
 
 SIZE_HEADER_BYTES = 1 << 16
@@ -20,9 +21,7 @@ Size = tuple[int, int]
 
 def picture_sizes(item: Item) -> list[Size | None]:
     """The size of each picture of a row; None for one that is not known without reading it whole."""
-    content = item.bytes_of_file
-    parts = content.parts if isinstance(content, Pictures) else (content,)
-    return [header_size(_start(part)) for part in parts]
+    return [header_size(_start(content)) for content in item.contents]
 
 
 def _start(content: Content) -> bytes:
@@ -39,43 +38,31 @@ def _start(content: Content) -> bytes:
 
 def header_size(data: bytes) -> Size | None:
     """Width and height by a file's first bytes; None if they do not say."""
-    for magic, read in _FORMATS:
-        if data.startswith(magic):
-            try:
-                size = read(data)
-            except struct.error:  # cut
-                return None
-            return size if size is not None and min(size) > 0 else None
-    return None
+    try:
+        size = next((read(data) for start, read in _FORMATS if re.match(start, data, re.DOTALL)), None)
+    except struct.error:  # cut
+        return None
+    return size if size is not None and min(size) > 0 else None
 
 
-def _png(data: bytes) -> Size:
-    width, height = struct.unpack_from(">II", data, 16)
-    return width, height
+def _at(layout: str, mask: int = -1) -> Callable[[bytes], Size]:
+    """Reads two numbers at one place."""
+
+    def read(data: bytes) -> Size:
+        width, height = struct.unpack_from(layout, data)
+        return width & mask, abs(height) & mask
+
+    return read
 
 
-def _gif(data: bytes) -> Size:
-    width, height = struct.unpack_from("<HH", data, 6)
-    return width, height
+def _webp_lossless(data: bytes) -> Size:
+    (bits,) = struct.unpack_from("<21xI", data)
+    return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
 
 
-def _bmp(data: bytes) -> Size:
-    width, height = struct.unpack_from("<ii", data, 18)
-    return width, abs(height)
-
-
-def _webp(data: bytes) -> Size | None:
-    kind = data[12:16]
-    if kind == b"VP8 ":
-        width, height = struct.unpack_from("<HH", data, 26)
-        return width & 0x3FFF, height & 0x3FFF
-    if kind == b"VP8L":
-        (bits,) = struct.unpack_from("<I", data, 21)
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    if kind == b"VP8X":
-        struct.unpack_from("6x", data, 24)  # raises if it is cut
-        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
-    return None
+def _webp_extended(data: bytes) -> Size:
+    low, middle, high = struct.unpack_from("<24xHHH", data)
+    return (low | (middle & 0xFF) << 16) + 1, (middle >> 8 | high << 8) + 1
 
 
 def _jpeg(data: bytes) -> Size | None:
@@ -110,11 +97,12 @@ def _tiff(data: bytes) -> Size | None:
 
 
 _FORMATS: tuple[tuple[bytes, Callable[[bytes], Size | None]], ...] = (
-    (b"\x89PNG\r\n\x1a\n", _png),
-    (b"\xff\xd8\xff", _jpeg),
-    (b"RIFF", _webp),
-    (b"GIF8", _gif),
-    (b"BM", _bmp),
-    (b"II*\0", _tiff),
-    (b"MM\0*", _tiff),
+    (rb"\x89PNG\r\n\x1a\n", _at(">16xII")),
+    (rb"GIF8", _at("<6xHH")),
+    (rb"BM", _at("<18xii")),
+    (rb"RIFF.{8}VP8 ", _at("<26xHH", 0x3FFF)),
+    (rb"RIFF.{8}VP8L", _webp_lossless),
+    (rb"RIFF.{8}VP8X", _webp_extended),
+    (rb"\xff\xd8\xff", _jpeg),
+    (rb"II\*\0|MM\0\*", _tiff),
 )

@@ -18,7 +18,6 @@ from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.kinds import media_kind
 from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
-from mmspec.app.io.manifests import MANIFESTS as MANIFESTS
 from mmspec.app.io.manifests import is_manifest, read_manifest
 from mmspec.app.io.videos import AMBIGUOUS_SUFFIXES
 from mmspec.vision.video.containers import describe_format, read_header
@@ -62,9 +61,11 @@ class FileSource(RowSource):
 
     is_listed = True
 
-    def __init__(self, name: str, excluded: set[str], options: SourceOptions | None = None) -> None:
+    def __init__(self, name: str, excluded: set[str], options: SourceOptions) -> None:
         super().__init__(name)
-        self._excluded, self._options, self._is_read = excluded, options or SourceOptions(), False
+        self._excluded, self._options, self._is_read = excluded, options, False
+        self._others: list[Path] = []  # files that are no pictures
+        self._has_glob = glob.has_magic(name) and not os.path.exists(name)
 
     def check(self) -> None:
         """Refuse a file that is neither a picture nor a clip, by name or content, and a pipe: lists are read twice.
@@ -90,27 +91,24 @@ class FileSource(RowSource):
             raise explain_refused(self.name, describe_format(header))
 
     def rows(self, skip: Skip) -> Iterator[Item]:
-        self._found, self._is_read = LeftOut(), False
-        name, path = self.name, Path(self.name)
-        if path.is_dir():
-            yield from self._files(_in_order(path, walk(path, LeftOut())))
+        self._found, self._others, self._is_read = LeftOut(), [], False
+        path = Path(self.name)
+        if path.is_dir() or self._has_glob:
+            files = list(self._globbed()) if self._has_glob else _in_order(path, walk(path, self._found))
+            media = set(filter(is_media_file, files))
+            self._others, self._is_read = [file for file in files if file not in media], True
+            yield from (Item(file) for file in files if file in media and _real(file) not in self._excluded)
         elif path.exists() and _real(path) in self._excluded:
             return
-        elif is_manifest(path) and (path.exists() or not glob.has_magic(name)):
+        elif is_manifest(path):
             yield from read_manifest(path, self._options, self._found)
             self._is_read = True
-        elif path.exists() or (path.suffix.lower() in MEDIA_SUFFIXES and not glob.has_magic(name)):
+        elif path.exists() or path.suffix.lower() in MEDIA_SUFFIXES:
             yield Item(path)
-        elif glob.has_magic(name):
-            yield from self._files(self._globbed(LeftOut()))
         else:
-            raise UsageError(f"no such file or folder: {name}")
+            raise UsageError(f"no such file or folder: {self.name}")
 
-    def _files(self, files: Iterable[Path]) -> Iterator[Item]:
-        media = (file for file in files if is_media_file(file))
-        return (Item(file) for file in media if _real(file) not in self._excluded)
-
-    def _globbed(self, found: LeftOut) -> Iterator[Path]:
+    def _globbed(self) -> Iterator[Path]:
         matches = find_matches(self.name)
         if not matches:
             raise UsageError(f"nothing matches {self.name!r}")
@@ -119,30 +117,24 @@ class FileSource(RowSource):
                 yield match
             elif not self.name.rstrip("/").endswith("**") and match.is_dir():
                 if match.is_symlink():
-                    found.add("links", str(match))
+                    self._found.add("links", str(match))
                 else:
-                    yield from _in_order(match, walk(match, found, named=False))
+                    yield from _in_order(match, walk(match, self._found, named=False))
 
     def add_left_out(self, found: LeftOut) -> None:
         """Count what this source does not read."""
-        path = Path(self.name)
-        files: Iterable[Path] = ()
-        if path.is_dir():
-            files = walk(path, found)
-        elif glob.has_magic(self.name) and not path.exists():
-            files = self._globbed(found)
-        elif is_manifest(path) and path.exists() and not self._is_read:
+        if not self._is_read:
             deque(self.rows(lambda ident: True), maxlen=0)
         super().add_left_out(found)
-        reads_shards = glob.has_magic(self.name)  # those that match are sources of their own: `find_sources`
-        for file in files:
+        for file in self._others:
             suffix = file.suffix.lower()
-            if is_media_file(file) or is_manifest(file) or (reads_shards and suffix in SHARD_SUFFIXES):
+            is_shard = suffix in SHARD_SUFFIXES  # those that a glob matches are sources of their own: `find_sources`
+            if is_manifest(file) or (is_shard and self._has_glob):
                 continue
             if (real := _real(file)) not in found.seen | self._excluded:
                 found.seen.add(real)
                 found.add("formats", file.name, what=suffix or "no suffix")
-                if suffix in SHARD_SUFFIXES:
+                if is_shard:
                     found.add_folder(str(file.parent))
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mmspec.app.io import jsonl
-from mmspec.app.io.content import Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.kinds import media_suffix
@@ -49,9 +48,7 @@ class TarShards(ShardFormat):
     def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> None:
         for row, item in zip(rows, items, strict=True):
             if not row["error"]:
-                content = item.bytes_of_file
-                parts = content.parts if isinstance(content, Pictures) else (content,)
-                _add_sample(file, row, [part.read() for part in parts])
+                _add_sample(file, row, [content.read() for content in item.contents])
         file.flush()
         os.fsync(file.fileno())
         if errors := [row for row in rows if row["error"]]:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import MAX_PIXELS
 from mmspec.app.caption.option_fields import FRAMES
 from mmspec.app.errors import one_line
-from mmspec.app.io.images import ImageError, Media, Video, check_file, check_image_size, load_image
+from mmspec.app.io.images import (
+    ImageError,
+    Media,
+    Video,
+    check_file,
+    check_image_size,
+    convert_decoder_errors,
+    load_image,
+)
 from mmspec.app.io.kinds import is_clip
 from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, read_header
 
@@ -43,30 +51,13 @@ def load_video(
     Raises:
         ImageError: the file cannot be read or decoded.
     """
-    from mmspec.vision.video.frames import (
-        DecoderCrashedError,
-        DecoderHungError,
-        DecoderStartError,
-        Uniform,
-        read_frames,
-    )
+    from mmspec.vision.video.frames import Uniform, read_frames
 
     path = Path("video") if isinstance(source, bytes) else Path(source)
     if not isinstance(source, bytes):
         check_file(path)
-    try:
+    with convert_decoder_errors("BrokenVideo", path):
         read = read_frames(source, Uniform(frames) if isinstance(frames, int) else frames, isolated=isolated)
-    except ImportError as error:
-        raise ImageError("NoVideoReader", one_line(error)) from error
-    except DecoderStartError:
-        raise
-    except MemoryError as error:
-        raise ImageError("OutOfMemory", "not enough memory to decode it") from error
-    except Exception as error:
-        kinds: dict[type[Exception], str]
-        kinds = {DecoderCrashedError: "DecoderCrashed", DecoderHungError: "DecoderHung"}
-        message = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
-        raise ImageError(kinds.get(type(error), "BrokenVideo"), message) from error
     check_image_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are decoded at a smaller size
     return Video(tuple(read.images), read.metadata.for_processor())
 

@@ -14,7 +14,6 @@ from test_app_inputs import content_of, picture, read
 from video_files import write_video
 
 from mmspec.app.errors import OutputError
-from mmspec.app.io.content import Pictures
 from mmspec.app.io.decode import decode_item
 from mmspec.app.io.held import hold
 from mmspec.app.io.images import ImageError
@@ -85,7 +84,7 @@ def test_what_becomes_a_link_is_not_followed(
     (inner / "a.png").write_bytes(picture())
     (private / "a.png").write_bytes(picture(SECRET[0]))
     (row,) = read(write_list(tmp_path / "set", kind, "outer/sub/a.png"))
-    part = row.content.parts[0] if isinstance(row.content, Pictures) else row.bytes_of_file
+    part = row.contents[0]
     assert all(size == (40, 30) for size in sizes(row, decoders))
     swap(inner, private)
     assert sizes(row, decoders) == [None] * 3
@@ -132,10 +131,10 @@ def test_links_that_stay_inside_are_read_and_what_is_opened_is_a_file(tmp_path: 
     (tmp_path / "named").symlink_to("set")
     for name in ("a.png", "linked/b.png", "real/../linked/b.png"):
         (row,) = read(write_list(tmp_path / "set", "txt", name))
-        assert row.bytes_of_file.read() == picture(50)
+        assert row.contents[0].read() == picture(50)
         (tmp_path / "set" / "list.txt").rename(tmp_path / "set" / "l.txt")
         (row,) = read(tmp_path / "named" / "l.txt")
-        assert row.bytes_of_file.read() == picture(50)
+        assert row.contents[0].read() == picture(50)
     os.mkfifo(tmp_path / "set" / "pipe.png")
     for other in ("pipe.png", "real", "", "none.png", "real/../real/b.png", "a.png"):
         with pytest.raises(OSError, match=r"regular file|No such file|link|resolved"):
@@ -144,7 +143,7 @@ def test_links_that_stay_inside_are_read_and_what_is_opened_is_a_file(tmp_path: 
     with pytest.raises(OSError, match="is a link now"):
         open_regular_file(FileBelow(str(tmp_path / "set"), "linked/b.png"))
     assert not descriptors or len(os.listdir("/proc/self/fd")) == descriptors
-    assert content_of(Item(Path("x"), content=row.bytes_of_file)) == picture(50)
+    assert content_of(Item(Path("x"), content=row.contents[0])) == picture(50)
 
 
 def test_a_split_that_becomes_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_output_is_no_input(here: Path) -> None:
         ("empty", "no images or videos in empty"),
         ("nowhere", "no such file or folder: nowhere"),
         ("nothing.png", "no such file: nothing.png"),
-        ("nothing.jsonl", "cannot read manifest"),
+        ("nothing.jsonl", "cannot read list"),
         ("*.gif", "nothing matches"),
     ],
 )
