@@ -36,11 +36,9 @@ class CaptionConfig(CaptionOptions):
 
     Attributes:
         pixel_limit: pictures with more pixels are refused.
-        working_folder: that relative paths belong to, for workers of Ray; None: that of this process.
     """
 
     pixel_limit: int = MAX_PIXELS
-    working_folder: str | None = None
 
     def fingerprint(self, world_size: int) -> dict[str, Any]:
         """The settings that determine the captions: a job is resumed only with the same ones.

@@ -1,45 +1,48 @@
-"""`mmspec caption --ray`: the same job on Ray Data. Tasks plan and decode, actors caption, this process writes.
+"""`mmspec caption --ray`: the same job on Ray. This process plans and writes, actors decode and caption.
 
-The only writer is this process, through the same outputs as a job without Ray: a row counts when it is durable there.
-Whatever is killed, what was not written is captioned by the next run; what Ray repeats is written once.
+Batches travel whole, so their rows stay together as in a job of one process, and captions are the same ones; and those
+about the same pictures as one task, so that one actor has them and each picture is decoded, and encoded, once. A row
+counts when it is durable in the output: whatever is killed, what was not written is captioned by the next run.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo
-from mmspec.app.caption.executor import Results
+from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, ProcessInfo
+from mmspec.app.caption.executor import Results, decode_batches
 from mmspec.app.caption.job import CaptionJob
-from mmspec.app.caption.plan import RowPlan
+from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.caption.ray_messages import quiet_loggers, ray_messages_in_file
-from mmspec.app.caption.ray_stages import (
-    COLUMN,
-    CaptionedBatch,
-    CaptionStage,
-    EndOfPlan,
-    absolute_paths,
-    decode_stage,
-    frame,
-    plan_job,
-)
 from mmspec.app.caption.report import JobReport
-from mmspec.app.caption.rows import CaptionModel
+from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.caption.stop import GracefulStop
+from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
+from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished, Output
 from mmspec.app.io.tables import needs_extra
+from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.versions import mmspec_version
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 PREFLIGHT_TIMEOUT_S = 120.0
 """Seconds that a node may take to import mmspec."""
+TASKS_PER_ACTOR = 2
+"""One is captioned while the pictures of the other are decoded."""
+WAIT_S = 0.5
+"""Seconds after which it is looked whether the job is to stop."""
 
 
 def run_on_ray(config: CaptionConfig, output: Output, report: JobReport | None = None) -> int:
@@ -50,8 +53,7 @@ def run_on_ray(config: CaptionConfig, output: Output, report: JobReport | None =
     """
     with needs_extra("--ray", "ray"):
         import ray
-        import ray.data
-    executor = RayExecutor(config, output)
+    executor = RayExecutor(config)
     with ray_messages_in_file() as file:
         print_stderr(f"mmspec: starting Ray; its own messages are in {file}")
         try:
@@ -70,18 +72,31 @@ class RayExecutor:
         has_started_ray: it was not running in this process before.
     """
 
-    def __init__(self, config: CaptionConfig, output: Output) -> None:
+    def __init__(self, config: CaptionConfig) -> None:
         """Set up; Ray starts in `prepare`."""
-        self.config, self.output, self.process = config, output, ProcessInfo()
+        self.config, self.process = config, ProcessInfo()
         self.model: CaptionModel | None = None
         self.has_started_ray = False
-        self._end: EndOfPlan | None = None
 
     def prepare(self, plan: RowPlan, inputs: Inputs, finished: Mapping[str, Finished]) -> bool:
+        self._inputs, plan.count_tokens = inputs, token_counter(self.config)
+        batches = plan.batches(inputs.rows(skip_finished(finished, self.config)))
+        self._tasks = about_same_pictures(batches, self.config)
+        first = next(self._tasks, None)
+        if first is None:
+            return False
+        self._tasks = itertools.chain([first], self._tasks)
+        self._start()
+        return True
+
+    def _start(self) -> None:
+        """Connect to the cluster, or start Ray on this machine.
+
+        Raises:
+            UsageError: neither is possible, or a node lacks mmspec.
+        """
         import ray
 
-        self._plan, plan.num_finished = plan, len(finished)
-        plan.ids.update(finished)
         if not ray.is_initialized():
             try:
                 local = {} if self.config.ray else {"include_dashboard": False}
@@ -91,89 +106,113 @@ class RayExecutor:
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise UsageError(f"--ray {self.config.ray or ''}: {one_line(error)}") from error
             self.has_started_ray = True
-        is_cluster = not self.has_started_ray or self.config.ray or "RAY_ADDRESS" in os.environ
-        if is_cluster:  # else all nodes are this machine
+        if not self.has_started_ray or self.config.ray or "RAY_ADDRESS" in os.environ:  # else all are this machine
             check_nodes()
         quiet_loggers()
-        self._dataset = build_dataset(self.config, self.output, dict(finished))
-        return True
 
     def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
-        number = 0
-        for record in self._dataset.iter_rows():
-            value = record[COLUMN]
-            if isinstance(value, EndOfPlan):
-                self._end, self._plan.num_finished = value, value.num_finished
-            elif isinstance(value, CaptionedBatch):
-                number += 1
-                self._plan.ids.update(item.id for item in value.items)
-                yield value.rows, value.items
+        import ray
+
+        starting = {one.ready.remote(): one for one in self._actors() for _ in range(TASKS_PER_ACTOR)}
+        running: dict[Any, Any] = {}
+        task = next(self._tasks, None)
+        while running or task is not None:
+            waited_for = [*running, *(() if task is None else starting)]  # not for actors that are not needed
+            done, _ = ray.wait(waited_for, num_returns=1, timeout=WAIT_S)
+            for reference in done:
+                actor = running.pop(reference, None) or starting.pop(reference)
+                yield from ray.get(reference)
+                if task is not None:
+                    running[actor.caption.remote(task)] = actor
+                    task = next(self._tasks, None)
             if stop.signal:
                 return
-        if self._end is None or number < self._end.num_batches:
-            raise UsageError("Ray lost batches of this job: run the same command again, finished rows are skipped")
+
+    def _actors(self) -> list[Any]:
+        """An actor for each GPU of the cluster, or each core if there is none. A killed one is replaced."""
+        import ray
+
+        kind = "GPU" if ray.cluster_resources().get("GPU") and self.config.device in ("auto", "cuda") else "CPU"
+        resources = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
+        number = self.config.actors or int(ray.cluster_resources().get(kind, 0)) or 1
+        kept = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": TASKS_PER_ACTOR}
+        actor = ray.remote(**kept, **resources)(CaptionWorker)
+        return [actor.remote(self.config, os.getcwd()) for _ in range(number)]
 
     def left_out(self) -> Sequence[str]:
-        return self._end.left_out if self._end else ()
+        return self._inputs.left_out(listed=False)
 
 
-def uses_gpus(config: CaptionConfig) -> bool:
-    """Whether the actors of a job are to have a GPU each."""
-    import ray
+class CaptionWorker:
+    """The model in a process of Ray. Imports nothing of Ray."""
 
-    return bool(ray.cluster_resources().get("GPU", 0)) and config.device in ("auto", "cuda")
+    def __init__(self, config: CaptionConfig, folder: str) -> None:
+        """Load the model.
 
+        Args:
+            folder: the one that relative paths belong to; entered where it exists.
+        """
+        from mmspec.app.caption.command import build_captioner
+        from mmspec.app.cli.arguments import hide_progress_bars
 
-def build_dataset(config: CaptionConfig, output: Output, finished: dict[str, Any]) -> Any:
-    """The dataset of captioned batches: plan -> decode (tasks) -> caption (actors)."""
-    import ray
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        hide_progress_bars(False)
+        self._config, self._decoders, self._lock = config, DecoderPool(), threading.Lock()
+        self._captioner = RowCaptioner(config, build_captioner(config, ProcessInfo()))
 
-    context = ray.data.DataContext.get_current()
-    context.target_max_block_size = 1  # a batch is a block, so that it moves on at once and is repeated alone
-    context.enable_progress_bars = False  # ours counts rows
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    worker_config = absolute_paths(config)
-    plan = _plan_source(worker_config, output, ray.put(finished))
-    num_gpus, num_cpus = (int(ray.cluster_resources().get(kind, 0)) for kind in ("GPU", "CPU"))
-    accelerator = {"num_gpus": 1, "num_cpus": 0} if uses_gpus(config) else {"num_cpus": 1}
-    num_actors = config.actors or (num_gpus if "num_gpus" in accelerator else num_cpus) or 1
-    # Without GPUs the actors need the processors: a worker of Ray takes two seconds of one to start.
-    num_decoders = num_cpus if "num_gpus" in accelerator else (num_cpus + 1) // 2
-    decoders = ray.data.TaskPoolStrategy(size=max(1, num_decoders))
-    pool = ray.data.ActorPoolStrategy(
-        min_size=1, initial_size=num_actors, max_size=num_actors, max_tasks_in_flight_per_actor=2
-    )
-    # Tasks claim no processor: actors may have claimed all, and decoding must go on beside them.
-    dataset = ray.data.read_datasource(plan, num_cpus=0)
-    whole: dict[str, Any] = {"batch_size": None, "batch_format": "pandas"}
-    dataset = dataset.map_batches(
-        decode_stage, fn_kwargs={"config": worker_config}, num_cpus=0, compute=decoders, **whole
-    )
-    return dataset.map_batches(
-        CaptionStage, fn_constructor_kwargs={"config": config}, compute=pool, **accelerator, **whole
-    )
+    def ready(self) -> list[tuple[list[Row], list[Item]]]:
+        """No results, once the model is loaded."""
+        return []
+
+    def caption(self, batches: list[list[Item]]) -> list[tuple[list[Row], list[Item]]]:
+        """The rows of batches about the same pictures, and what of their items an output needs."""
+        decoded = list(decode_batches(iter(batches), self._config, self._decoders))
+        with self._lock:
+            rows = [self._captioner.caption_rows(batch) for batch in decoded]
+        items = [[item for item, _ in batch] for batch in decoded]
+        if not self._config.stores_pictures:
+            items = [[replace(item, content=None) for item in batch] for batch in items]
+        return list(zip(rows, items, strict=True))
 
 
-def _plan_source(config: CaptionConfig, output: Output, finished: Any) -> Any:
-    """A datasource of one task that plans the job and streams its batches."""
-    import ray
-    from ray.data.block import BlockMetadata
+def about_same_pictures(batches: Iterable[list[Item]], config: CaptionConfig) -> Iterator[list[list[Item]]]:
+    """Consecutive batches, together where later ones are about pictures of the first."""
+    together: list[list[Item]] = []
+    pictures: set[int] = set()
+    for batch in batches:
+        about = {picture_number(item, config) for item in batch}
+        if together and not about <= pictures:
+            yield together
+            together = []
+        pictures = pictures if together else about
+        together.append(batch)
+    if together:
+        yield together
 
-    base, own_files = output.base.absolute(), [file.absolute() for file in output.own_files()]
 
-    def read() -> Iterator[Any]:
-        for value in plan_job(config, base, own_files, ray.get(finished)):
-            yield frame([value])
+def token_counter(config: CaptionConfig) -> Callable[[int, int], int | None]:
+    """Visual tokens of a picture by its size, by the model's processor alone, loaded at the first call."""
 
-    class PlanSource(ray.data.Datasource):
-        def estimate_inmemory_data_size(self) -> int | None:
+    @lru_cache(maxsize=1)
+    def processor() -> Any:
+        if config.model in (SCENES_MODEL, *SIZES):  # torch would take seconds, and all pictures have as many tokens
+            return None
+        from mmspec.app.modeling.load import load_processor
+
+        try:
+            return load_processor(config.model)
+        except UsageError:  # the actors, which load the model, report it
             return None
 
-        def get_read_tasks(self, *args: Any, **options: Any) -> list[Any]:
-            metadata = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-            return [ray.data.ReadTask(read, metadata)]
+    def count(width: int, height: int) -> int | None:
+        if processor() is None:
+            return None
+        from mmspec.app.modeling.picture_size import count_visual_tokens
 
-    return PlanSource()
+        return count_visual_tokens(processor(), width, height, config.max_pixels)
+
+    return count
 
 
 def check_nodes() -> None:
@@ -186,10 +225,10 @@ def check_nodes() -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def version() -> str:
-        from mmspec.app.caption.ray_stages import plan_job
+        from mmspec.app.caption.ray_job import CaptionWorker
         from mmspec.app.versions import mmspec_version
 
-        assert plan_job is not None
+        assert CaptionWorker is not None
         return mmspec_version()
 
     task = ray.remote(num_cpus=0, max_retries=0)(version)

@@ -147,47 +147,37 @@ def _attempt(url: str, max_bytes: int, public_only: bool) -> bytes:
         ImageError: it failed for good.
         _Busy: another attempt may succeed.
     """
-    shown = url[:160]
-    with Pace(FETCH_TIMEOUT_S) as pace:
-        try:
-            request = urllib.request.Request(url, headers={"User-Agent": user_agent()})
-            with _opener(pace, public_only).open(request, timeout=FETCH_TIMEOUT_S) as answer:
-                expected = answer.length
-                data = _body(answer, max_bytes, pace)
-        except ImageError:
-            raise
-        except urllib.error.HTTPError as error:
-            error.close()
-            failure = ImageError("HttpError", f"{error.code} {_reason(error.reason)}: {shown}")
-            if error.code in BUSY_STATUSES:
-                raise _Busy(failure, _retry_after(error.headers)) from error
-            raise failure from error
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
-            # AttributeError: http.client on a connection that was closed under it
-            cause = getattr(error, "reason", error)
-            if isinstance(cause, ImageError):
-                raise cause from error
-            if pace.expired or isinstance(cause, TimeoutError):
-                raise _too_slow(pace, shown) from error
-            failure = ImageError("HttpError", f"{_reason(cause)}: {shown}")
-            if isinstance(cause, http.client.IncompleteRead):
-                failure = ImageError("Truncated", f"the connection ended within the answer: {shown}")
-            if isinstance(cause, ConnectionError | http.client.IncompleteRead | http.client.RemoteDisconnected) or (
-                isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_AGAIN
-            ):
-                raise _Busy(failure) from error
-            raise failure from error
-        if pace.expired:
-            raise _too_slow(pace, shown)
+    shown, pace = url[:160], Pace(FETCH_TIMEOUT_S)
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": user_agent()})
+        with _opener(pace, public_only).open(request, timeout=FETCH_TIMEOUT_S) as answer:
+            expected = answer.length
+            data = _body(answer, max_bytes, pace)
+    except ImageError:
+        raise
+    except urllib.error.HTTPError as error:
+        error.close()
+        failure = ImageError("HttpError", f"{error.code} {_reason(error.reason)}: {shown}")
+        if error.code in BUSY_STATUSES:
+            raise _Busy(failure, _retry_after(error.headers)) from error
+        raise failure from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        cause = getattr(error, "reason", error)
+        if isinstance(cause, ImageError):
+            raise cause from error
+        if isinstance(cause, TimeoutError):
+            failure = ImageError("TooSlow", f"{pace.describe()}: {shown}")
+            raise (_Busy(failure) if pace.was_suspended else failure) from error
+        failure = ImageError("HttpError", f"{_reason(cause)}: {shown}")
+        if isinstance(cause, http.client.IncompleteRead):
+            failure = ImageError("Truncated", f"the connection ended within the answer: {shown}")
+        is_lost = isinstance(cause, ConnectionError | http.client.IncompleteRead | http.client.RemoteDisconnected)
+        if is_lost or (isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_AGAIN):
+            raise _Busy(failure) from error
+        raise failure from error
     if expected is not None and len(data) < min(expected, max_bytes):
         raise _Busy(ImageError("Truncated", f"{len(data)} of {expected} bytes, then the connection ended: {shown}"))
     return data
-
-
-def _too_slow(pace: Pace, shown: str) -> Exception:
-    """The failure of an attempt that took too long; worth another if this process was suspended meanwhile."""
-    failure = ImageError("TooSlow", f"{pace.describe()}: {shown}")
-    return _Busy(failure) if pace.was_suspended else failure
 
 
 def _reason(cause: object) -> str:

@@ -1,7 +1,7 @@
 """Connections of one attempt to read an address: to public addresses only, and never slower than a minimum.
 
 A time limit per read does not end a server that sends a byte a second, so the whole attempt has a pace (`Pace`), which
-covers the connection, the TLS handshake, the header and the body.
+limits each wait: for the connection, the TLS handshake, the header and the body.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import http.client
 import ipaddress
 import socket
-import threading
-from contextlib import suppress
-from types import TracebackType
+import ssl
+import time
 from typing import Any
 
 from mmspec.vision.images import ImageError
-from mmspec.vision.video.deadline import Deadline
-from mmspec.vision.video.worker_process import start_thread
+from mmspec.vision.video.deadline import MAX_STEP_S
 
 MIN_BYTES_PER_S = 128 << 10
 """Average rate of a body, below which an address is given up once the time for the answer has passed."""
@@ -34,73 +32,51 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Pace:
-    """Ends the connection of an attempt after `timeout_s`, plus the time that its bytes may take.
-
-    Attributes:
-        expired: the attempt was ended.
-    """
+    """Ends an attempt after `timeout_s`, plus the time that its bytes may take."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s, self.expired = timeout_s, False
-        self._deadline, self._num_bytes = Deadline(timeout_s), 0
-        self._done, self._lock = threading.Event(), threading.Lock()
-        self._socket: socket.socket | None = None
-        self._watcher = threading.Thread(target=self._watch, name="mmspec-fetch", daemon=True)
+        self.timeout_s, self._num_bytes = timeout_s, 0
+        self._end = time.monotonic() + timeout_s
 
     def add(self, num_bytes: int) -> None:
         """Count bytes of the body."""
         self._num_bytes += num_bytes
-        self._deadline.extend(num_bytes / MIN_BYTES_PER_S)
+        self._end += num_bytes / MIN_BYTES_PER_S
 
-    def remaining(self) -> float:
-        """Seconds until the attempt ends if nothing more comes."""
-        return self._deadline.left_s
-
-    @property
-    def was_suspended(self) -> bool:
-        """Whether this process did not run for a while, in which the other side may have given up."""
-        return self._deadline.was_suspended
-
-    def watch(self, connected: socket.socket) -> None:
-        """Let `connected` end with the attempt, whatever wraps it later.
+    def limit(self, connected: socket.socket) -> None:
+        """Let the next wait of a socket end with the attempt.
 
         Raises:
             TimeoutError: the attempt has ended.
         """
-        copy = connected.dup()  # TLS takes the descriptor away from the object; a shutdown reaches all copies
-        with self._lock:
-            previous, self._socket = self._socket, copy
-            if previous is not None:
-                previous.close()
-            if self.expired:
-                raise TimeoutError(self.describe())
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(self.describe())
+        connected.settimeout(left)
 
-    def _watch(self) -> None:
-        if self._deadline.wait(self._done):
-            return
-        with self._lock:
-            self.expired = True
-            if self._socket is not None:
-                with suppress(OSError):  # closed by the other side
-                    self._socket.shutdown(socket.SHUT_RDWR)
+    @property
+    def was_suspended(self) -> bool:
+        """Whether this process did not run when the attempt ended, and the other side may have given up."""
+        return time.monotonic() - self._end > MAX_STEP_S
 
     def describe(self) -> str:
         """Why the attempt was ended."""
         seconds = f"no whole answer in {self.timeout_s:g} s"
         return f"{seconds} + 1 s per {MIN_BYTES_PER_S >> 10} KiB" if self._num_bytes else seconds
 
-    def __enter__(self) -> Pace:
-        start_thread(self._watcher)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        with self._lock:
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
+class _Paced(socket.socket):
+    """A socket of an attempt."""
+
+    pace: Pace
+
+    def recv_into(self, *args: Any, **options: Any) -> int:
+        self.pace.limit(self)
+        return super().recv_into(*args, **options)
+
+
+class _PacedTls(_Paced, ssl.SSLSocket):
+    """The same with TLS."""
 
 
 def is_public(address: str) -> bool:
@@ -140,13 +116,12 @@ class PacedHTTPConnection(http.client.HTTPConnection):
         for number in (str(one[4][0]) for one in found):
             self._check(number)
         for family, kind, protocol, _name, place in found:
-            connection = socket.socket(family, kind, protocol)
+            connection = _Paced(family, kind, protocol)
+            connection.pace = self._pace
             try:
-                connection.settimeout(max(1e-3, min(self._pace.timeout_s, self._pace.remaining())))
+                self._pace.limit(connection)
                 connection.connect(place)
                 self._check(str(connection.getpeername()[0]))
-                connection.settimeout(self._pace.timeout_s)
-                self._pace.watch(connection)
                 return connection
             except ImageError:
                 connection.close()
@@ -168,6 +143,16 @@ class PacedHTTPConnection(http.client.HTTPConnection):
 
 class PacedHTTPSConnection(PacedHTTPConnection, http.client.HTTPSConnection):
     """The same with TLS."""
+
+    def __init__(self, host: str, **options: Any) -> None:
+        context = ssl.create_default_context()
+        context.sslsocket_class = _PacedTls
+        super().__init__(host, context=context, **options)
+
+    def connect(self) -> None:
+        """As of any connection."""
+        super().connect()
+        self.sock.pace = self._pace
 
 
 class _Answer(http.client.HTTPResponse):

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 NUM_ITEMS, NUM_KILLS = 1000, 12
 VARYING = ("seconds", "ttft_s", "n_rounds", "tau", "drafter")
-TITLES = {"actor": ("ray::MapWorker", "CaptionStage"), "decoder": ("mmspec.vision.video.decode_worker",)}
+TITLES = {"actor": ("ray::CaptionWorker",), "decoder": ("mmspec.vision.video.decode_worker",)}
 """What the command line of a victim contains."""
 
 

@@ -19,7 +19,7 @@ from test_app_inputs import write_tar
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.plan import LARGE_PIXELS, TYPICAL_SIZE, RowPlan
-from mmspec.app.caption.ray_stages import token_counter
+from mmspec.app.caption.ray_job import token_counter
 from mmspec.app.io.content import ByteRange, InlineBytes, Pictures, WebAddress
 from mmspec.app.io.images import decode_ahead
 from mmspec.app.io.item import Item

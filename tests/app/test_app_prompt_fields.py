@@ -231,11 +231,11 @@ def test_a_changed_field_is_another_prompt(folder: Path) -> None:
 
 def test_rays_stages_have_fields_and_answers(folder: Path) -> None:
     pytest.importorskip("pandas", reason="optional: mmspec[ray]")
-    from test_app_ray import essence, plan_job, write_stages
+    from test_app_ray import essence, plan_tasks, write_tasks
 
     (folder / "q.txt").write_text("\n".join(ASKED))
     words = "upload --model tiny --prompts q.txt --out o.jsonl --max-new-tokens 4 --batch-size 1 --no-progress"
     assert main(["caption", *words.split()]) == 0
     config = CaptionConfig(("upload",), "tiny", max_new_tokens=4, prompts=ASKED, batch_size=1)
-    assert write_stages(folder / "s.jsonl", list(plan_job(config, folder, [], {})), config) == [[1, 1, 1], [1, 1, 1]]
+    assert write_tasks(folder / "s.jsonl", plan_tasks(config, folder)[0], config) == [[1, 1, 1], [1, 1, 1]]
     assert essence(folder / "s.jsonl") == essence(folder / "o.jsonl")

@@ -17,18 +17,14 @@ from PIL import Image
 from test_app_inputs import picture, write_tar
 
 from mmspec.app.caption import executor
-from mmspec.app.caption.config import CaptionConfig
-from mmspec.app.caption.ray_stages import (
-    COLUMN,
-    CaptionedBatch,
-    CaptionStage,
-    EndOfPlan,
-    decode_stage,
-    frame,
-    plan_job,
-)
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.pending import is_pending
+from mmspec.app.caption.plan import RowPlan
+from mmspec.app.caption.ray_job import CaptionWorker, RayExecutor
 from mmspec.app.cli.main import main
 from mmspec.app.io import jsonl
+from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import Item
 from mmspec.app.io.output import Finished
 from mmspec.hints import install_hint
 from mmspec.ray import CaptionActor
@@ -56,21 +52,32 @@ def test_ray_is_refused_with_one_line_where_it_is_missing(
     assert list(tmp_path.iterdir()) == []
 
 
-def write_stages(out: Path, planned: list[Any], config: CaptionConfig) -> list[list[int]]:
-    """What tasks and actors make of a plan, called here without Ray; rows of each batch of each value."""
-    stage, rows, sizes = CaptionStage(config), [], []
-    for value in planned:
-        decoded = pickle.loads(pickle.dumps(decode_stage(frame([value]), config)))
-        found = [one[COLUMN][0] for one in stage(decoded)]
-        rows += [row for batch in found if isinstance(batch, CaptionedBatch) for row in batch.rows]
-        sizes.append([len(batch.rows) for batch in found if isinstance(batch, CaptionedBatch)])
+def plan_tasks(
+    config: CaptionConfig, base: Path, finished: dict[str, Finished] | None = None
+) -> tuple[list[list[list[Item]]], RowPlan]:
+    """What a job sends to actors, and its plan; without Ray."""
+    executor, rows = RayExecutor(config), finished or {}
+    plan = RowPlan(config, ProcessInfo(), lambda item: is_pending(item, rows, config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RayExecutor, "_start", lambda self: None)
+        executor.prepare(plan, Inputs(config.paths, config.source_options(base)), rows)
+    return list(executor._tasks), plan
+
+
+def write_tasks(out: Path, tasks: list[list[list[Item]]], config: CaptionConfig) -> list[list[int]]:
+    """What an actor makes of a plan, called here without Ray; rows of each batch of each task."""
+    worker, rows, sizes = CaptionWorker(config, os.getcwd()), list[Any](), []
+    for task in tasks:
+        found = worker.caption(pickle.loads(pickle.dumps(task)))
+        assert all([row["id"] for row in batch] == [item.id for item in items] for batch, items in found)
+        rows += [row for batch, _ in found for row in batch]
+        sizes.append([len(batch) for batch, _ in found])
     out.write_bytes(b"".join(map(jsonl.encode_row, rows)))
-    return sizes[:-1]
+    return sizes
 
 
 def test_batches_about_the_same_pictures_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each picture is decoded once for all its prompts, and captions are those of a job of one process."""
-    pytest.importorskip("pandas", reason="optional: mmspec[ray]")
     write_images(tmp_path / "p", 5)
     (tmp_path / "p" / "broken.png").write_bytes(b"no picture")
     (tmp_path / "q.txt").write_text("one ?\ntwo ?\nthree ?\n")
@@ -82,46 +89,40 @@ def test_batches_about_the_same_pictures_stay_together(tmp_path: Path, monkeypat
     decoded: list[str] = []
     decode = executor.decode_item
     monkeypatch.setattr(executor, "decode_item", lambda item, *a: decoded.append(item.path.name) or decode(item, *a))
-    planned = list(plan_job(config, tmp_path, [], {}))
-    assert planned[-1] == EndOfPlan(6, 0)
-    assert write_stages(tmp_path / "stages.jsonl", planned, config) == [[4, 4, 4], [2, 2, 2]]
-    first = essence(tmp_path / "stages.jsonl")
+    tasks, _ = plan_tasks(config, tmp_path)
+    assert write_tasks(tmp_path / "tasks.jsonl", tasks, config) == [[4, 4, 4], [2, 2, 2]]
+    first = essence(tmp_path / "tasks.jsonl")
     assert sorted(first, key=lambda row: row["index"]) == essence(out) and len(decoded) == 6
 
     finished = {row["id"]: Finished(row["prompt_sha1"], False, False) for row in first[:5]}  # the job was killed
-    again = list(plan_job(config, tmp_path, [], finished))
-    assert [len(value.batches) for value in again[:-1]] == [2, 3] and again[-1] == EndOfPlan(5, 5)
+    again, plan = plan_tasks(config, tmp_path, finished)
+    assert [len(task) for task in again] == [2, 3] and (plan.num_finished, plan.num_assigned) == (5, 18)
 
 
-def test_stages_give_the_rows_of_a_job_of_one_process(tmp_path: Path) -> None:
-    """What runs in tasks and actors, called here without Ray."""
-    pytest.importorskip("pandas", reason="optional: mmspec[ray]")
+def test_an_actor_gives_the_rows_of_a_job_of_one_process(tmp_path: Path) -> None:
     members = {"1.png": picture(), "2.png": b"broken", "3.png": picture(50), "3.txt": b"what is it ?"}
     shard, out = write_tar(tmp_path / "x.tar", members), tmp_path / "out.jsonl"
     args = ["caption", str(shard), "--model", "tiny", "--out", str(out), "--max-new-tokens", "6", "--no-progress"]
     assert main([*args, "--prompt-column", "txt", "--batch-size", "2"]) == 1
     config = CaptionConfig((str(shard),), "tiny", max_new_tokens=6, prompt_column="txt", batch_size=2)
-    planned = list(plan_job(config, tmp_path, [], {}))
-    assert planned[-1] == EndOfPlan(2, 0)
-    assert write_stages(tmp_path / "stages.jsonl", planned, config) == [[2], [1]]
-    assert essence(tmp_path / "stages.jsonl") == essence(out)
+    assert write_tasks(tmp_path / "tasks.jsonl", plan_tasks(config, tmp_path)[0], config) == [[2], [1]]
+    assert essence(tmp_path / "tasks.jsonl") == essence(out)
 
 
-def test_the_driver_and_decoding_do_not_import_torch(tmp_path: Path) -> None:
-    """Importing it takes seconds, in every process of a job that starts."""
-    pytest.importorskip("pandas")
+def test_the_driver_does_not_import_torch(tmp_path: Path) -> None:
+    """Importing it takes seconds."""
     write_images(tmp_path / "p", 2)
     code = """
 import sys
 from pathlib import Path
 from mmspec.app.caption import command, ray_job
 from mmspec.app.caption.config import CaptionConfig
-from mmspec.app.caption.ray_stages import COLUMN, PlannedBatches, decode_stage, frame, plan_job
-from mmspec.hints import install_hint
+from mmspec.app.caption.plan import RowPlan
+from mmspec.app.io.inputs import Inputs
 config = CaptionConfig((sys.argv[1],), "tiny", out=sys.argv[1] + ".jsonl")
-batch = next(plan_job(config, Path(), [], {}))
-[decoded] = decode_stage(frame([batch]), config)[COLUMN]
-assert [media.width for _, media in decoded.batches[0]] and isinstance(batch, PlannedBatches)
+ray_job.RayExecutor._start = lambda self: None
+executor, plan = ray_job.RayExecutor(config), RowPlan(config, ray_job.ProcessInfo(), lambda item: True)
+assert executor.prepare(plan, Inputs(config.paths, config.source_options(Path())), {})
 command.build_output(config, ray_job.ProcessInfo())
 assert not {"torch", "transformers"} & set(sys.modules)
 """
