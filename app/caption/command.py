@@ -189,7 +189,6 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     from mmspec.app.io.output import OutputJob, StreamOutput
     from mmspec.app.io.output_file import FileOutput
     from mmspec.app.io.parquet_shards import ParquetShards
-    from mmspec.app.io.shards import ShardedOutput
     from mmspec.app.io.tar_shards import TarShards
 
     if config.writes_texts:
@@ -206,9 +205,9 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
         return FileOutput(out, job)
     if config.format == "csv":
         return CsvOutput(out, job, config.columns())
-    added = schema_columns(config.json_schema)
-    shards = ParquetShards(config.columns(), added) if config.format == "parquet" else TarShards()
-    return ShardedOutput(out, job, shards, config.rows_per_shard)
+    if config.format == "webdataset":
+        return TarShards(out, job, config.rows_per_shard)
+    return ParquetShards(out, job, config.rows_per_shard, config.columns(), schema_columns(config.json_schema))
 
 
 def job_settings(config: CaptionConfig, process: ProcessInfo) -> dict[str, Any]:

@@ -10,27 +10,29 @@ from mmspec.app.io import jsonl
 from mmspec.app.io.columns import COMPARED_COLUMNS, ROW_COLUMNS, STATE_COLUMNS, Column, ScalarKind
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.shards import ShardFormat
+from mmspec.app.io.output import OutputJob
+from mmspec.app.io.shards import ShardedOutput
 from mmspec.app.io.tables import needs_extra
 from mmspec.files import atomic_write
 
 ROWS_PER_GROUP = 10_000
 
 
-class ParquetShards(ShardFormat):
+class ParquetShards(ShardedOutput):
     """The columns are those of the JSON lines."""
 
     suffix, open_suffix = ".parquet", ".jsonl"
 
     def __init__(
-        self, columns: Sequence[str] = tuple(ROW_COLUMNS), added: Mapping[str, ScalarKind] | None = None
+        self, folder: Path, job: OutputJob, rows_per_shard: int, columns: Sequence[str], added: Mapping[str, ScalarKind]
     ) -> None:
         """For rows with these columns, of which some are of the job's own."""
+        super().__init__(folder, job, rows_per_shard)
         with needs_extra("--format parquet"):
             import pyarrow
             import pyarrow.parquet
         self._pa, self._pq, self._columns = pyarrow, pyarrow.parquet, tuple(columns)
-        self._kinds = {**ROW_COLUMNS, **(added or {})}
+        self._kinds = {**ROW_COLUMNS, **added}
 
     def schema(self) -> Any:
         """The columns and their types."""
@@ -43,7 +45,7 @@ class ParquetShards(ShardFormat):
         types = {"text": text, "texts": self._pa.list_(text), "integer": self._pa.int64(), "real": self._pa.float64()}
         return types.get(column) or self._pa.bool_()
 
-    def rows(self, shard: Path) -> Iterator[Row]:
+    def _rows(self, shard: Path) -> Iterator[Row]:
         if shard.suffix == self.open_suffix:
             yield from jsonl.read_rows(shard)[0]
             return
@@ -53,13 +55,10 @@ class ParquetShards(ShardFormat):
             for batch in file.iter_batches(columns=names):
                 yield from batch.to_pylist()
 
-    def repair(self, growing: Path) -> None:
-        pass  # a torn last line is not read, and nothing is added to a shard of an earlier run
-
-    def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> None:
+    def _append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> None:
         jsonl.append_rows(file, rows)
 
-    def complete(self, growing: Path, final: Path) -> None:
+    def _seal(self, growing: Path, final: Path) -> None:
         self._write(self._pa.Table.from_pylist(jsonl.read_rows(growing)[0], schema=self.schema()), final)
         growing.unlink()
 
@@ -67,7 +66,7 @@ class ParquetShards(ShardFormat):
         with atomic_write(path) as part:
             self._pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
 
-    def drop_errors(self, shard: Path) -> None:
+    def _drop_errors(self, shard: Path) -> None:
         table = self._pq.read_table(shard)
         good = table.filter(table["error"].is_null())
         if not good.num_rows:

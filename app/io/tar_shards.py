@@ -18,23 +18,23 @@ from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.kinds import media_suffix
-from mmspec.app.io.shards import ERRORS_SUFFIX, ShardFormat
+from mmspec.app.io.shards import ERRORS_SUFFIX, ShardedOutput
 from mmspec.app.io.tar_members import read_whole_members
 
 ROW_SUFFIX = ".json"
 """Of the last member of a sample: with it the sample is complete."""
 
 
-class TarShards(ShardFormat):
+class TarShards(ShardedOutput):
     """A growing shard is an archive without its end mark."""
 
     suffix, open_suffix = ".tar", ".tar"
 
-    def rows(self, shard: Path) -> Iterator[Row]:
+    def _rows(self, shard: Path) -> Iterator[Row]:
         yield from _rows(shard)
         yield from (row for row, *_ in jsonl.iter_rows(_errors_of(shard)))
 
-    def repair(self, growing: Path) -> None:
+    def _repair(self, growing: Path) -> None:
         with growing.open("r+b") as file:
             ends = [end for member, end in read_whole_members(file) if member.name.endswith(ROW_SUFFIX)]
             good = ends[-1] if ends else 0
@@ -45,7 +45,7 @@ class TarShards(ShardFormat):
             with errors.open("r+b") as file:
                 jsonl.truncate_torn_line(file, jsonl.read_rows(errors)[1])
 
-    def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> None:
+    def _append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> None:
         for row, item in zip(rows, items, strict=True):
             if not row["error"]:
                 _add_sample(file, row, [content.read() for content in item.contents])
@@ -55,14 +55,14 @@ class TarShards(ShardFormat):
             with _errors_of(Path(file.name)).open("ab") as error_file:
                 jsonl.append_rows(error_file, errors)
 
-    def complete(self, growing: Path, final: Path) -> None:
+    def _seal(self, growing: Path, final: Path) -> None:
         with growing.open("ab") as file:
             file.write(bytes(2 * tarfile.BLOCKSIZE))
             file.flush()
             os.fsync(file.fileno())
         os.replace(growing, final)
 
-    def drop_errors(self, shard: Path) -> None:
+    def _drop_errors(self, shard: Path) -> None:
         _errors_of(shard).unlink(missing_ok=True)
 
 
