@@ -22,7 +22,6 @@ from mmspec.app.io.text import find_fault
 from mmspec.messages import printable
 
 if TYPE_CHECKING:
-    from mmspec.app.caption.report import JobReport
     from mmspec.app.io.item import Item
     from mmspec.app.io.output import Output
     from mmspec.app.modeling.captioner import Captioner
@@ -48,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.caption.executor import LocalExecutor
     from mmspec.app.caption.job import CaptionJob
     from mmspec.app.caption.progress import print_stderr
+    from mmspec.app.caption.report import JobReport
 
     if process.world_size > 1 and process.rank == 0:
         print_stderr(
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if config.ray is not None:
         check_ray(config, process)
     output = build_output(config, process)
-    report = build_job_report(config.report, args.command) if process.rank == 0 else None
+    report = JobReport(Path(config.report), args.command) if config.report and process.rank == 0 else None
     if config.ray is not None:
         from mmspec.app.caption.ray_job import run_on_ray
 
@@ -102,20 +102,6 @@ def build_config(args: argparse.Namespace) -> CaptionConfig:
     config = CaptionConfig(**found)
     validate_drafter(config.drafter, config.compressor)
     return config
-
-
-def build_job_report(folder: str | None, command: str) -> JobReport | None:
-    """The report that `--report` asks for.
-
-    Raises:
-        UsageError: a folder that cannot be created.
-        OutputError: or written.
-    """
-    if folder is None:
-        return None
-    from mmspec.app.caption.report import JobReport
-
-    return JobReport(Path(folder), command)
 
 
 def check_options(config: CaptionConfig) -> None:
@@ -253,6 +239,8 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     Raises:
         UsageError: a model, drafter or compressor that cannot be loaded.
     """
+    import torch
+
     import mmspec
     from mmspec.app.modeling.captioner import Captioner
     from mmspec.app.modeling.chat import check_chat
@@ -278,7 +266,8 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
         check=check,
     )
     try:
-        reuse = resolve_reuse(config, model.dtype)
+        is_exact = model.dtype in (torch.float32, torch.float64)
+        reuse = config.num_variants > 1 and is_exact if config.reuse_prefix is None else config.reuse_prefix
         mmspec.patch(model, config.drafter, config.compressor, processor, reuse_prefix=reuse)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
@@ -295,14 +284,6 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
         width = model.get_output_embeddings().weight.shape[0]
         captioner.grammar = build_grammar(config.json_schema, processor.tokenizer, width, captioner.eos_ids)
     return captioner
-
-
-def resolve_reuse(config: CaptionConfig, dtype: Any) -> bool:
-    """`reuse_prefix` of `patch`."""
-    import torch
-
-    has_use = config.num_variants > 1 and dtype in (torch.float32, torch.float64)
-    return has_use if config.reuse_prefix is None else config.reuse_prefix
 
 
 def check_texts(config: CaptionConfig) -> None:

@@ -6,7 +6,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.plan import LARGE_PIXELS, RowPlan, skip_finished
@@ -31,7 +30,7 @@ Results = Iterator[tuple[list[Row], list[Item]]]
 """The rows of each batch, and what they are about."""
 
 
-class Executor(Protocol):
+class Executor:
     """Who plans the batches of a job and captions them: this process, or a cluster.
 
     Attributes:
@@ -39,58 +38,66 @@ class Executor(Protocol):
         model: what is loaded in this process; None: nothing, or not yet.
     """
 
-    process: ProcessInfo
-    model: CaptionModel | None
+    def __init__(self, config: CaptionConfig, process: ProcessInfo | None = None) -> None:
+        """Set up; nothing is loaded. A single process by default."""
+        self.config, self.process = config, process or ProcessInfo()
+        self.model: CaptionModel | None = None
 
     def prepare(self, plan: RowPlan, inputs: Inputs, finished: Mapping[str, Finished]) -> bool:
-        """Begin to plan; returns whether a row may be pending.
+        """Begin to plan; returns whether a row is pending.
 
         Args:
             plan: of the job; its `ids` and `num_finished` are complete once all results are taken.
             finished: the rows that exist.
         """
+        self._plan, self._inputs, plan.count_tokens = plan, inputs, self._count_tokens
+        batches = plan.batches(inputs.rows(skip_finished(finished, self.config)))
+        first = next(batches, None)
+        self._batches = itertools.chain([] if first is None else [first], batches)
+        if first is not None:
+            self._start()
+        return first is not None
+
+    def _count_tokens(self, width: int, height: int) -> int | None:
+        """As `RowPlan.count_tokens`."""
+        raise NotImplementedError
+
+    def _start(self) -> None:
+        """Load what captions, after all other checks; a row is pending."""
 
     def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
         """Caption the batches until `stop` has a signal; `on_decoded` is called with what this process decodes."""
+        raise NotImplementedError
 
     def left_out(self) -> Sequence[str]:
         """What archives and remote folders hold besides the rows, as lines; known once they were read."""
+        return self._inputs.left_out(listed=False)
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Captions in this process, with pictures decoded ahead. See `Executor`."""
 
     def __init__(
         self, config: CaptionConfig, load: Callable[[], CaptionModel], process: ProcessInfo | None = None
     ) -> None:
-        """Set up.
+        """Set up; `load` loads the model, once a row is pending."""
+        super().__init__(config, process)
+        self.load = load
 
-        Args:
-            load: loads the model; called after all other checks, and only if rows are pending.
-            process: rank and world size; a single process by default.
-        """
-        self.config, self.load, self.process = config, load, process or ProcessInfo()
-        self.model: CaptionModel | None = None
+    def _count_tokens(self, width: int, height: int) -> int | None:
+        self._start()
+        assert self.model is not None
+        return self.model.count_tokens(width, height)
 
-    def prepare(self, plan: RowPlan, inputs: Inputs, finished: Mapping[str, Finished]) -> bool:
-        self._plan, self._inputs = plan, inputs
-        plan.count_tokens = lambda width, height: self._loaded().count_tokens(width, height)
-        batches = plan.batches(inputs.rows(skip_finished(finished, self.config)))
-        first = next(batches, None)
-        self._batches = itertools.chain([] if first is None else [first], batches)
-        if first is not None:
-            self._loaded()
-        return first is not None
+    def _start(self) -> None:
+        """Load the model: to plan pictures, else when the first batch is planned."""
+        if self.model is not None:
+            return
+        if self._plan.max_pictures > 1:
+            from mmspec.app.modeling.load import check_several_pictures
 
-    def _loaded(self) -> CaptionModel:
-        """The model, which is loaded once a row is pending: to plan pictures, else when the first batch is planned."""
-        if self.model is None:
-            if self._plan.max_pictures > 1:
-                from mmspec.app.modeling.load import check_several_pictures
-
-                check_several_pictures(self.config.model)
-            self.model = self.load()
-        return self.model
+            check_several_pictures(self.config.model)
+        self.model = self.load()
 
     def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
         if self.model is None:
@@ -104,9 +111,6 @@ class LocalExecutor:
                     if not isinstance(media, ImageError):
                         on_decoded(item, media)
                 yield captioner.caption_rows(decoded), [item for item, _ in decoded]
-
-    def left_out(self) -> Sequence[str]:
-        return self._inputs.left_out(listed=False)
 
 
 def _share_of_ahead(item: Item | None) -> float:

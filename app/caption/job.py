@@ -15,7 +15,6 @@ from mmspec.app.caption.plan import RowPlan
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.stop import GracefulStop
-from mmspec.app.io.columns import select
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
@@ -85,7 +84,7 @@ class CaptionJob:
         """Write the pending ones of the rows of a batch."""
         new = [(row, item) for row, item in zip(rows, items, strict=True) if self._is_pending(item)]
         columns = self.config.columns()
-        self.output.write([select(row, columns) for row, _ in new], [item for _, item in new])
+        self.output.write([{name: row[name] for name in columns} for row, _ in new], [item for _, item in new])
         if self.config.retry_errors:
             self._retried.update(row["id"] for row, _ in new)
         if self._job_report is not None:

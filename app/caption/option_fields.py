@@ -94,7 +94,6 @@ class CaptionOptions(TableOptions):
         DEFAULT_BATCH_SIZE,
         f"images or videos per batch, halved when memory does not suffice (default {DEFAULT_BATCH_SIZE})",
         _CAPTIONS,
-        parse.parse_batch_size,
         decides="if sampled",
     )
     max_new_tokens: int = _number(128, "per caption (default 128)", _CAPTIONS, decides="always")

@@ -93,10 +93,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "a TOML file of options, as a job writes it beside its output; those of the command line have precedence"
     )
     parser.add_argument("--config", default=None, metavar="FILE", help=config_help)
-    # Of commands from before learning went: the answers were the same with either.
-    parser.add_argument(
-        "--learn", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )
     add_described(parser, CaptionConfig, with_defaults=False, with_settings=True)
     add_settings(parser, CaptionConfig, {"--sampler": "--fps"})
 

@@ -39,8 +39,7 @@ class RowPlan:
         count_tokens: visual tokens of a picture of a width and height; None: not known, all count alike. Called for
             the first row that is pending, not before.
         ids: of the rows of this shard, all processes; complete once `batches` is exhausted.
-        num_assigned: rows of this process that were planned so far.
-        num_finished: those of them that are not pending.
+        num_finished: rows of this process that were planned so far and are not pending.
         max_pictures: largest number of pictures of a row so far.
         first_sizes: rows of each batch of the first window that was planned.
     """
@@ -50,7 +49,6 @@ class RowPlan:
     is_pending: Callable[[Item], bool]
     count_tokens: Callable[[int, int], int | None] = lambda width, height: None
     ids: set[str] = field(default_factory=set)
-    num_assigned: int = 0
     num_finished: int = 0
     max_pictures: int = 1
     first_sizes: list[int] = field(default_factory=list)
@@ -59,9 +57,8 @@ class RowPlan:
         """The batches with a pending row, one after the other."""
         for window in _windows(self._assigned(rows), WINDOW_BATCHES * self.config.batch_size):
             asked = [row for item in window for row in variants(item, self.config)]
-            num_rows, pending = len(asked), sum(map(self.is_pending, asked))
-            self.num_assigned += num_rows
-            self.num_finished += num_rows - pending
+            pending = sum(map(self.is_pending, asked))
+            self.num_finished += len(asked) - pending
             if pending:
                 groups = [self._asked(batch) for batch in self._divided(window)]
                 self.first_sizes = self.first_sizes or [len(batch) for group in groups for batch in group]

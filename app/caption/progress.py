@@ -173,7 +173,7 @@ def file_line(summary: JobSummary | None, out: str, output: Output, process: Pro
     """What is in the file at the end; None if the job is not complete."""
     if summary is None and process.world_size > 1:
         return (
-            f"rows of process {process.rank + 1} of {process.world_size} in {getattr(output, 'rank_path', out)}, until "
+            f"rows of process {process.rank + 1} of {process.world_size} in {output.rank_path}, until "
             "the other processes have run (for one process, unset RANK and WORLD_SIZE)"
         )
     if summary is None:

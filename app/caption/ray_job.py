@@ -7,31 +7,28 @@ counts when it is durable in the output: whatever is killed, what was not writte
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, ProcessInfo
-from mmspec.app.caption.executor import Results, decode_batches
+from mmspec.app.caption.executor import Executor, Results, decode_batches
 from mmspec.app.caption.job import CaptionJob
-from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.caption.ray_messages import quiet_loggers, ray_messages_in_file
 from mmspec.app.caption.report import JobReport
-from mmspec.app.caption.rows import CaptionModel, RowCaptioner
+from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.caption.stop import GracefulStop
 from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media
-from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.output import Finished, Output
+from mmspec.app.io.output import Output
 from mmspec.app.io.tables import needs_extra
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.versions import mmspec_version
@@ -65,29 +62,33 @@ def run_on_ray(config: CaptionConfig, output: Output, report: JobReport | None =
                 ray.shutdown()
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """Captions on a Ray cluster, batches as of one process. See `Executor`.
 
     Attributes:
         has_started_ray: it was not running in this process before.
     """
 
-    def __init__(self, config: CaptionConfig) -> None:
-        """Set up; Ray starts in `prepare`."""
-        self.config, self.process = config, ProcessInfo()
-        self.model: CaptionModel | None = None
-        self.has_started_ray = False
+    has_started_ray = False
 
-    def prepare(self, plan: RowPlan, inputs: Inputs, finished: Mapping[str, Finished]) -> bool:
-        self._inputs, plan.count_tokens = inputs, token_counter(self.config)
-        batches = plan.batches(inputs.rows(skip_finished(finished, self.config)))
-        self._tasks = about_same_pictures(batches, self.config)
-        first = next(self._tasks, None)
-        if first is None:
-            return False
-        self._tasks = itertools.chain([first], self._tasks)
-        self._start()
-        return True
+    @cached_property
+    def _processor(self) -> Any:
+        """The processor of the model, without the model; None of bundled ones, for which all pictures are alike."""
+        if self.config.model in (SCENES_MODEL, *SIZES):  # torch would take seconds
+            return None
+        from mmspec.app.modeling.load import load_processor
+
+        try:
+            return load_processor(self.config.model)
+        except UsageError:  # the actors, which load the model, report it
+            return None
+
+    def _count_tokens(self, width: int, height: int) -> int | None:
+        if self._processor is None:
+            return None
+        from mmspec.app.modeling.picture_size import count_visual_tokens
+
+        return count_visual_tokens(self._processor, width, height, self.config.max_pixels)
 
     def _start(self) -> None:
         """Connect to the cluster, or start Ray on this machine.
@@ -113,9 +114,12 @@ class RayExecutor:
     def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
         import ray
 
+        tasks = about_same_pictures(self._batches, self.config)
+        task = next(tasks, None)
+        if task is None:  # Ray was not started
+            return
         starting = {one.ready.remote(): one for one in self._actors() for _ in range(TASKS_PER_ACTOR)}
         running: dict[Any, Any] = {}
-        task = next(self._tasks, None)
         while running or task is not None:
             waited_for = [*running, *(() if task is None else starting)]  # not for actors that are not needed
             done, _ = ray.wait(waited_for, num_returns=1, timeout=WAIT_S)
@@ -124,7 +128,7 @@ class RayExecutor:
                 yield from ray.get(reference)
                 if task is not None:
                     running[actor.caption.remote(task)] = actor
-                    task = next(self._tasks, None)
+                    task = next(tasks, None)
             if stop.signal:
                 return
 
@@ -138,9 +142,6 @@ class RayExecutor:
         kept = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": TASKS_PER_ACTOR}
         actor = ray.remote(**kept, **resources)(CaptionWorker)
         return [actor.remote(self.config, os.getcwd()) for _ in range(number)]
-
-    def left_out(self) -> Sequence[str]:
-        return self._inputs.left_out(listed=False)
 
 
 class CaptionWorker:
@@ -189,30 +190,6 @@ def about_same_pictures(batches: Iterable[list[Item]], config: CaptionConfig) ->
         together.append(batch)
     if together:
         yield together
-
-
-def token_counter(config: CaptionConfig) -> Callable[[int, int], int | None]:
-    """Visual tokens of a picture by its size, by the model's processor alone, loaded at the first call."""
-
-    @lru_cache(maxsize=1)
-    def processor() -> Any:
-        if config.model in (SCENES_MODEL, *SIZES):  # torch would take seconds, and all pictures have as many tokens
-            return None
-        from mmspec.app.modeling.load import load_processor
-
-        try:
-            return load_processor(config.model)
-        except UsageError:  # the actors, which load the model, report it
-            return None
-
-    def count(width: int, height: int) -> int | None:
-        if processor() is None:
-            return None
-        from mmspec.app.modeling.picture_size import count_visual_tokens
-
-        return count_visual_tokens(processor(), width, height, config.max_pixels)
-
-    return count
 
 
 def check_nodes() -> None:

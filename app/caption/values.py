@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from mmspec.app.cli.arguments import positive_int, real_number, split_commas
+from mmspec.app.cli.arguments import real_number, split_commas
 from mmspec.app.io.text import find_fault, read_text
 from mmspec.app.modeling.prompt_format import RESERVED
 
@@ -73,13 +73,6 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
 parse_top_p = real_number("a probability above 0 and at most 1", lambda value: 0 < value <= 1)
 parse_penalty = real_number("a factor above 0, as in 1.1", lambda value: value > 0)
 parse_fps = real_number("frames per second, a number above 0", lambda value: value > 0)
-
-
-def parse_batch_size(text: str) -> int:
-    """A whole number above 0."""
-    if text == "auto":
-        raise argparse.ArgumentTypeError("must be a number: auto went, a batch that does not fit in memory is halved")
-    return positive_int(text)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from mmspec.app.errors import UsageError
 from mmspec.app.io import images, videos
 from mmspec.app.io.content import ByteRange, Content, Pictures, Unreadable, WebAddress, is_local
 from mmspec.app.io.inline import held_bytes, inline_text
@@ -31,6 +30,7 @@ FILE_COLUMNS = ("file_name", "image", "path", "file", "filename", "images", "vid
 """The same of lists, in lower case."""
 SERVED_FILES, SERVED_UPLOADS = "/data/local-files/?d=", "/data/upload/"
 """How Label Studio names files below its folders, which are `--root` here."""
+_BYTES = bytes | bytearray | memoryview
 MAX_NAME_BYTES = 3072
 MAX_ROW_PICTURES = 64
 """Pictures of one row."""
@@ -83,11 +83,6 @@ def whole_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def local_name(url: str, base: Path) -> str:
-    """The name of an input in the rows: relative to `base`; an address as it is."""
-    return relative_name(Path(url), base) if is_local(url) else url
-
-
 def relative_name(path: Path, base: Path) -> str:
     """`path` relative to `base`, the same however it is given; with forward slashes.
 
@@ -109,32 +104,6 @@ def name_below(path: str, root: str) -> str:
     folder = root.rstrip(os.sep) + os.sep
     name = path[len(folder) :] if path.startswith(folder) else "." if path == root else path
     return name.replace(os.sep, "/")
-
-
-def find_image_column(columns: Sequence[str], wanted: str | None, what: str) -> str:
-    """The column of the pictures.
-
-    Raises:
-        UsageError: there is no such column, or none is known by its name.
-    """
-    if wanted is not None:
-        return require_column(columns, wanted, "--image-column", what)
-    names = {name.lower(): name for name in reversed(columns)}
-    found = next((names[name] for name in IMAGE_COLUMNS if name in names), None)
-    if found is None:
-        raise UsageError(f"{what} has no column of pictures; it has {listed(columns)}: name one with --image-column")
-    return found
-
-
-def require_column(columns: Sequence[str], name: str, flag: str, what: str) -> str:
-    """`name`, if it is a column.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if name not in columns:
-        raise UsageError(f"{what} has no column {name!r} ({flag}); it has {listed(columns)}")
-    return name
 
 
 def listed(names: Sequence[str]) -> str:
@@ -170,7 +139,7 @@ def _parts(cell: Any, reach: Reach, depth: int = 0) -> Iterator[tuple[Content, s
         number = 0
         for one in cell if depth < MAX_CELL_DEPTH else ():
             if isinstance(one, int | float) and not is_missing(one):
-                yield _bad(cell, "a list of numbers")
+                yield _bad("a list of numbers")
                 return
             for part in _parts(one, reach, depth + 1):
                 number += 1
@@ -181,7 +150,7 @@ def _parts(cell: Any, reach: Reach, depth: int = 0) -> Iterator[tuple[Content, s
     if isinstance(cell, Mapping) and not {"bytes", "path"} & set(cell):
         inner = [cell[name] for name in IMAGE_COLUMNS if is_candidate(cell.get(name))][:1] or _unnamed(cell)
         if len(inner) > 1:
-            yield _bad(cell, f"a struct of several: {listed(list(map(str, cell)))}")
+            yield _bad(f"a struct of several: {listed(list(map(str, cell)))}")
             return
         if inner and depth < MAX_CELL_DEPTH:
             yield from _parts(inner[0], reach, depth + 1)
@@ -197,34 +166,28 @@ def _unnamed(struct: Mapping[Any, Any]) -> list[Any]:
 
 def is_candidate(value: Any) -> bool:
     """Whether a field of a struct may hold a picture."""
-    return isinstance(value, Mapping | bytes | bytearray | memoryview | str) or _is_list(value)
+    return isinstance(value, Mapping | str | _BYTES) or _is_list(value)
 
 
 def _one(cell: Any, reach: Reach) -> tuple[Content, str]:
     path: Any = None
-    if isinstance(cell, Mapping) and isinstance(cell.get("bytes"), BadValue):
-        cell = cell["bytes"]
-    if isinstance(cell, BadValue):
-        return _bad(cell, cell.message) if cell.kind == "BadCell" else (Unreadable(cell.kind, cell.message), "")
-    named = cell
     if isinstance(cell, Mapping):
-        cell, path = cell.get("bytes"), cell.get("path")
-        named = path
-    if isinstance(cell, bytes | bytearray | memoryview) and len(cell):
-        name = PurePosixPath(path).name if isinstance(path, str) and is_path(path) else ""
-        return held_bytes(bytes(cell)), name
-    if is_missing(named) or named in ("", b""):
+        data, path = cell.get("bytes"), cell.get("path")
+        cell = data if isinstance(data, BadValue) or (isinstance(data, _BYTES) and len(data)) else path
+    if isinstance(cell, BadValue):
+        return _bad(cell.message) if cell.kind == "BadCell" else (Unreadable(cell.kind, cell.message), "")
+    if isinstance(cell, _BYTES) and len(cell):
+        return held_bytes(bytes(cell)), PurePosixPath(path).name if isinstance(path, str) and is_path(path) else ""
+    if is_missing(cell) or cell in ("", b""):
         return Unreadable("Missing", "no picture in this row: nothing"), ""
-    if not isinstance(named, str):
-        return _bad(named, type(named).__name__)
-    if (inline := inline_text(named)) is not None:
+    if not isinstance(cell, str):
+        return _bad(type(cell).__name__)
+    if (inline := inline_text(cell)) is not None:
         return inline, ""
-    if not is_path(named):
-        return _bad(named, short_repr(named))
-    return _named_content(plain_path(named), reach), named
+    return (_named_content(plain_path(cell), reach), cell) if is_path(cell) else _bad(short_repr(cell))
 
 
-def _bad(cell: Any, got: str) -> tuple[Content, str]:
+def _bad(got: str) -> tuple[Content, str]:
     message = f"a picture is bytes, a path, an address or base64; got {got}"
     return Unreadable("BadCell", message), ""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.jsonl import Row
 from mmspec.hints import did_you_mean
 
 ScalarKind = Literal["text", "texts", "integer", "real", "boolean"]
@@ -69,8 +68,3 @@ def choose_columns(names: Sequence[str], compared: bool) -> tuple[str, ...]:
             raise UsageError(f"--fields: no column {name[:30]!r}; there are {known}{did_you_mean(name, ROW_COLUMNS)}")
     wanted = {*names, *STATE_COLUMNS, *(COMPARED_COLUMNS if compared else ())}
     return tuple(name for name in ROW_COLUMNS if name in wanted)
-
-
-def select(row: Row, columns: Iterable[str]) -> Row:
-    """The row with these columns only."""
-    return {name: row[name] for name in columns}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 from pathlib import Path
 
 from mmspec.app.errors import UsageError
@@ -27,35 +26,20 @@ class UnpackedList(gzip.GzipFile):
     """The text of a gzipped list.
 
     Raises:
-        UsageError: while it is read: it has more bytes or lines than a file of its size may have.
+        UsageError: while it is read: it has more bytes than a file of its size may have.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "rb")
-        self._path, self._max_lines = path, max_lines(path)
-        self._max_bytes = FREE_BYTES + MAX_GZIP_RATIO * path.stat().st_size
-        self._num_bytes = self._num_lines = 0
-
-    def read(self, size: int | None = -1) -> bytes:
-        """As of any file."""
-        return self._counted(super().read(size))
+        self._path, self._left = path, FREE_BYTES + MAX_GZIP_RATIO * path.stat().st_size
 
     def read1(self, size: int = -1) -> bytes:
         """As of any file."""
-        return self._counted(super().read1(size))
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of any file; from its start it is counted anew."""
-        if (offset, whence) == (0, os.SEEK_SET):
-            self._num_bytes = self._num_lines = 0
-        return super().seek(offset, whence)
-
-    def _counted(self, data: bytes) -> bytes:
-        self._num_bytes += len(data)
-        self._num_lines += max(data.count(b"\n"), data.count(b"\r"))
-        if self._num_bytes > self._max_bytes or self._num_lines > self._max_lines:
+        data = super().read1(size)
+        self._left -= len(data)
+        if self._left < 0:
             raise UsageError(
-                f"list {self._path} unpacks to more than {self._max_bytes} bytes or {self._max_lines} lines, too much "
-                "for a file of its size: unpack it if you trust it"
+                f"list {self._path} unpacks to too much for a file of its size, which is more than {FREE_BYTES} bytes: "
+                "unpack it if you trust it"
             )
         return data

@@ -7,7 +7,9 @@ their ids are remembered, so that each is captioned once.
 from __future__ import annotations
 
 import glob
+import math
 import os
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
@@ -20,7 +22,7 @@ from mmspec.app.io.data_sets import HubSource, SavedSource, is_hub_dataset, is_s
 from mmspec.app.io.fields import ANY_FIELD, add_fields
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.kinds import refuse_pointer
-from mmspec.app.io.left_out import LeftOut, is_hidden, is_packed_metadata
+from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.manifests import MANIFESTS, is_manifest
 from mmspec.app.io.sources import FileSource, explain_refused, find_matches, is_refused, natural_key
 from mmspec.app.io.streams import StreamedSource
@@ -33,6 +35,7 @@ ROW_SOURCES: dict[str, Callable[[str, SourceOptions], RowSource]] = {
     ".parquet": ParquetSource,
 }
 """Suffix -> class of the source of one file."""
+_BRACES = re.compile(r"\{([^{}]*)\}")
 MAX_BRACES = 1_000_000
 """Names that one brace pattern may expand to."""
 MAX_NAMED = 4
@@ -63,9 +66,7 @@ class RemoteFiles(StreamedSource):
     def _is_read(self, below: str, name: str) -> bool:
         """Whether a file is a picture or clip that is not hidden; else it is counted."""
         suffix = _suffix(name)
-        if is_hidden(below):
-            if suffix in MEDIA_SUFFIXES and not is_packed_metadata(below):
-                self._found.add("hidden", name)
+        if self._found.hides(below, name):
             return False
         if suffix not in MEDIA_SUFFIXES | MANIFESTS:
             self._found.add("formats", name, what=suffix or "no suffix")
@@ -78,34 +79,23 @@ def expand_braces(name: str) -> list[str]:
     Raises:
         UsageError: more than `MAX_BRACES` names.
     """
-    parts: list[list[str]] = []
-    rest, total = name, 1
-    while rest:
-        head, opened, tail = rest.partition("{")
-        body, closed, after = tail.partition("}")
-        choices = _choices(body) if opened and closed else None
-        if choices is None:
-            parts.append([rest if not (opened and closed) else f"{head}{{{body}}}"])
-            rest = "" if not (opened and closed) else after
-            continue
-        parts += [[head], choices]
-        total, rest = total * len(choices), after
-        if total > MAX_BRACES:
-            raise UsageError(f"{name} stands for more than {MAX_BRACES} names")
+    parts = [_choices(part) if number % 2 else [part] for number, part in enumerate(_BRACES.split(name))]
+    if math.prod(map(len, parts)) > MAX_BRACES:
+        raise UsageError(f"{name} stands for more than {MAX_BRACES} names")
     return ["".join(choice) for choice in product(*parts)]
 
 
-def _choices(body: str) -> list[str] | None:
-    """What one pair of braces stands for; None if it is no pattern."""
+def _choices(body: str) -> Sequence[str]:
+    """What stands for one pair of braces: itself if it is no pattern."""
     first, dots, last = body.partition("..")
-    if dots and first.isdecimal() and last.isdecimal():
-        width = len(first) if first.startswith("0") or len(first) == len(last) else 0
-        low, high = int(first), int(last)
-        if abs(high - low) >= MAX_BRACES:
-            raise UsageError(f"{{{body}}} stands for more than {MAX_BRACES} names")
-        step = 1 if low <= high else -1
-        return [str(number).zfill(width) for number in range(low, high + step, step)]
-    return body.split(",") if "," in body else None
+    if not (dots and first.isdecimal() and last.isdecimal()):
+        return body.split(",") if "," in body else [f"{{{body}}}"]
+    width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+    low, high = int(first), int(last)
+    if abs(high - low) >= MAX_BRACES:
+        raise UsageError(f"{{{body}}} stands for more than {MAX_BRACES} names")
+    step = 1 if low <= high else -1
+    return [str(number).zfill(width) for number in range(low, high + step, step)]
 
 
 def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[RowSource]:
@@ -117,7 +107,7 @@ def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[
     if is_hub_dataset(name):
         return [HubSource(name, options)]
     if not is_local(name):
-        return [_remote_source(url, options) for pattern in expand_braces(name) for url in _remote_matches(pattern)]
+        return [_source(url, options, excluded) for one in expand_braces(name) for url in _remote_matches(one)]
     expanded = [name] if os.path.exists(name) else expand_braces(name)
     return [source for one in expanded for source in _local_matches(one, options, excluded)]
 
@@ -125,26 +115,34 @@ def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[
 def _local_matches(name: str, options: SourceOptions, excluded: set[str]) -> list[RowSource]:
     """The archives and tables that a glob matches, then its other files."""
     if os.path.exists(name) or not glob.has_magic(name):
-        return [_local_source(name, options, excluded)]
+        return [_source(name, options, excluded)]
     matches = find_matches(name)
     shards = [match for match in matches if _suffix(match) in ROW_SOURCES and os.path.isfile(match)]
-    found = [_local_source(match, options, excluded) for match in shards if os.path.realpath(match) not in excluded]
+    found = [_source(match, options, excluded) for match in shards if os.path.realpath(match) not in excluded]
     return found if found and len(shards) == len(matches) else [*found, FileSource(name, excluded, options)]
 
 
-def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowSource:
-    if os.path.isdir(name):
+def _source(name: str, options: SourceOptions, excluded: set[str]) -> RowSource:
+    """What reads a path or address."""
+    suffix, is_path = _suffix(name), is_local(name)
+    if is_path and os.path.isdir(name):
         is_saved = is_saved_dataset(Path(name))
         return SavedSource(name, options) if is_saved else FileSource(name, excluded, options)
-    if _suffix(name) not in MEDIA_SUFFIXES:  # pictures and clips have error rows
+    if suffix not in MEDIA_SUFFIXES:  # pictures and clips have error rows
         refuse_pointer(name)
-    if _suffix(name) in ROW_SOURCES:
-        if not os.path.isfile(name):
+    if suffix in ROW_SOURCES:
+        if is_path and not os.path.isfile(name):
             raise UsageError(f"no such file: {name}")
-        return ROW_SOURCES[_suffix(name)](name, options)
+        return ROW_SOURCES[suffix](name, options)
     if is_refused(name):
         raise explain_refused(name)
-    return FileSource(name, excluded, options)
+    if is_path:
+        return FileSource(name, excluded, options)
+    if is_manifest(Path(name)):
+        raise UsageError(
+            f"{short_repr(name)}: lists are read from this machine: copy it, and name it with --root for its folder"
+        )
+    return RemoteFiles(name, options)
 
 
 def _remote_matches(url: str) -> list[str]:
@@ -159,18 +157,6 @@ def _remote_matches(url: str) -> list[str]:
     if not found:
         raise UsageError(f"nothing matches {url!r}")
     return [str(system.unstrip_protocol(match)) for match in found]
-
-
-def _remote_source(url: str, options: SourceOptions) -> RowSource:
-    if _suffix(url) in ROW_SOURCES:
-        return ROW_SOURCES[_suffix(url)](url, options)
-    if is_refused(url):
-        raise explain_refused(url)
-    if is_manifest(Path(url)):
-        raise UsageError(
-            f"{short_repr(url)}: lists are read from this machine: copy it, and name it with --root for its folder"
-        )
-    return RemoteFiles(url, options)
 
 
 def _suffix(name: str) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.messages import printable
 
 MAX_KINDS = 8
@@ -83,6 +84,14 @@ class LeftOut:
         names = self.names.setdefault((kind, where, what), [])
         if name is not None and len(names) <= MAX_NAMES:
             names.append(name)
+
+    def hides(self, below: str, shown: str) -> bool:
+        """Whether a path below an input is hidden, and so left out; a picture is counted."""
+        if not is_hidden(below):
+            return False
+        if os.path.splitext(below)[1].lower() in MEDIA_SUFFIXES and not is_packed_metadata(below):
+            self.add("hidden", shown)
+        return True
 
     def merge(self, other: LeftOut) -> None:
         """Add what was found elsewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -16,6 +17,7 @@ from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.list_text import MAX_LINE_CHARS, ListText, Numbered
 
 _DELIMITERS = (",", ";", "\t", "|")
+_QUOTED = re.compile(r'\A"(.*)"\Z', re.DOTALL)
 
 
 def table(text: ListText) -> Numbered:
@@ -151,10 +153,7 @@ class _Records:
     def _literal(self, line: str) -> list[str]:
         """The cells of a line in which quotation marks are text, but for those around a cell."""
         cells = next(csv.reader([line], delimiter=self._delimiter, quoting=csv.QUOTE_NONE), [])
-        quoted = [len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells]
-        return [
-            cell[1:-1].replace('""', '"') if is_quoted else cell for cell, is_quoted in zip(cells, quoted, strict=True)
-        ]
+        return [_QUOTED.sub(lambda inner: inner[1].replace('""', '"'), cell) for cell in cells]
 
     def _looks_like_row(self, line: str) -> bool:
         cells = self._literal(line)

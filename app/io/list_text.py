@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.gzipped import UnpackedList
+from mmspec.app.io.gzipped import UnpackedList, max_lines
 from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.text import is_valid, text_encoding
@@ -38,6 +38,7 @@ class ListText:
         stream: its text; what is not UTF-8 in a table or text is there as surrogates (`surrogateescape`).
         options: how its rows are read.
         found: what is not read, or read with a doubt, is added to it.
+        max_rows: lines or records that it may have.
         unit: what its rows are called in messages.
     """
 
@@ -46,11 +47,21 @@ class ListText:
     stream: IO[str]
     options: SourceOptions
     found: LeftOut
+    max_rows: int
     unit: str = "line"
 
     def where(self, number: int) -> str:
         """A row of it, for messages."""
         return f"{self.path} {self.unit} {number}"
+
+    def check(self, number: int) -> None:
+        """Refuse a line or record of that number if a list of its size has no such.
+
+        Raises:
+            UsageError: it has none.
+        """
+        if number > self.max_rows:
+            raise UsageError(f"list {self.path} has more than {self.max_rows} lines or records: too many for its size")
 
     def note(self, kind: str, number: int) -> None:
         """Count a row of it for one line about all rows of that kind (`SENTENCES`)."""
@@ -60,11 +71,12 @@ class ListText:
         """Numbered lines of limited length.
 
         Raises:
-            UsageError: a longer line.
+            UsageError: a longer line, or too many.
         """
         number = 0
         while line := self.stream.readline(MAX_LINE_CHARS + 1):
             number += 1
+            self.check(number)
             if len(line) > MAX_LINE_CHARS:
                 raise UsageError(f"{self.path} line {number} is longer than {MAX_LINE_CHARS} characters")
             yield number, line.removeprefix(_MARK)  # also of lists joined by `cat`
@@ -115,4 +127,5 @@ def open_list(path: Path, kind: str, options: SourceOptions, found: LeftOut) -> 
         encoding = text_encoding(file.read(4))
     errors = "surrogateescape" if encoding.startswith("utf-8") and not kind.startswith(".json") else "strict"
     with io.TextIOWrapper(binary(), encoding=encoding, errors=errors, newline="") as stream:
-        yield ListText(path, kind, stream, options, found, "record" if kind == ".json" else "line")
+        unit = "record" if kind == ".json" else "line"
+        yield ListText(path, kind, stream, options, found, max_lines(path), unit)

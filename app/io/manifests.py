@@ -28,7 +28,6 @@ from mmspec.app.io.cells import (
 from mmspec.app.io.content import ByteRange, Unreadable
 from mmspec.app.io.conversations import conversation, is_empty, normalized, record_columns
 from mmspec.app.io.fields import field_texts, wanted
-from mmspec.app.io.gzipped import max_lines
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.list_json import json_records
@@ -60,12 +59,10 @@ def read_manifest(path: Path, options: SourceOptions, found: LeftOut) -> Iterato
     kind = _format(path)
     reader = {".jsonl": json_records, ".json": json_records, ".txt": names}.get(kind, table)
     try:
-        limit = max_lines(path)
         with open_list(path, kind, options, found) as text:
             entries = _Entries(text)
             for number, row in reader(text):
-                if number > limit:
-                    raise UsageError(f"list {path} has more than {limit} records: too many for its size")
+                text.check(number)
                 if (item := entries.item(number, row)) is not None:
                     yield item
             entries.end()

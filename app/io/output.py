@@ -176,7 +176,10 @@ class Output:
 
     def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
         """Append rows; on return they are durable. `items` are the inputs that they are about, in the same order."""
-        raise NotImplementedError
+        with explain_write(self.rank_path):
+            self._write(rows, items)
+        for row in rows:
+            self._add(row)
 
     def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
         """Finish; returns a summary of the rows of `ids`, or None if another rank has yet to write some of them."""
@@ -200,6 +203,9 @@ class Output:
 
     def _prepare(self, retry_errors: bool) -> None:
         """Repair what a kill has left; discard the rows with an error if `retry_errors`."""
+
+    def _write(self, rows: Sequence[Row], items: Sequence[Item]) -> None:
+        """See `write`."""
 
     def _finish(self, ids: Collection[str], complete: bool) -> JobSummary | None:
         """See `close`."""
@@ -244,12 +250,10 @@ class StreamOutput(Output):
     def begin(self, retry_errors: bool) -> None:
         pass
 
-    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
+    def _write(self, rows: Sequence[Row], items: Sequence[Item]) -> None:
         with explain_write("standard output"):
             self.stream.write(b"".join(map(jsonl.encode_row, rows)))
             self.stream.flush()
-        for row in rows:
-            self._add(row)
 
 
 def check_writable_folder(folder: Path, what: str | Path) -> None:

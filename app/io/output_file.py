@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from mmspec.app.errors import UsageError, explain_write
+from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
 from mmspec.app.io.job_metadata import check_settings
@@ -110,12 +110,9 @@ class FileOutput(Output):
         super()._release()
         self._file = jsonl.open_locked(self.path)
 
-    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
+    def _write(self, rows: Sequence[Row], items: Sequence[Item]) -> None:
         assert self._file is not None
-        with explain_write(self.rank_path):
-            jsonl.append_rows(self._file, rows)
-        for row in rows:
-            self._add(row)
+        jsonl.append_rows(self._file, rows)
 
     # the end: merge, if all is there
 

@@ -59,10 +59,10 @@ class ParquetShards(ShardedOutput):
         jsonl.append_rows(file, rows)
 
     def _seal(self, growing: Path, final: Path) -> None:
-        self._write(self._pa.Table.from_pylist(jsonl.read_rows(growing)[0], schema=self.schema()), final)
+        self._write_table(self._pa.Table.from_pylist(jsonl.read_rows(growing)[0], schema=self.schema()), final)
         growing.unlink()
 
-    def _write(self, table: Any, path: Path) -> None:
+    def _write_table(self, table: Any, path: Path) -> None:
         with atomic_write(path) as part:
             self._pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
 
@@ -72,4 +72,4 @@ class ParquetShards(ShardedOutput):
         if not good.num_rows:
             shard.unlink()
         elif good.num_rows < table.num_rows:
-            self._write(good, shard)
+            self._write_table(good, shard)

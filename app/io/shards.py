@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-from mmspec.app.errors import UsageError, explain_write
+from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
 from mmspec.app.io.job_metadata import check_settings
@@ -131,19 +131,16 @@ class ShardedOutput(Output):
             self._seal(growing, final)
             jsonl.sync_folder(self.base)
 
-    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
-        with explain_write(self.base):
-            if self._file is None:
-                numbers = [int(file.stem.split("-")[2]) for file in self._shards() if self._is_mine(file)]
-                name = f".open-{self.job.rank:05d}-{max(numbers, default=-1) + 1:05d}{self.open_suffix}"
-                self._growing, self._num_rows = self.base / name, 0
-                self._file = self._growing.open("xb")
-            self._append(self._file, rows, items)
-            self._num_rows += len(rows)
-            for row in rows:
-                self._add(row)
-            if self._num_rows >= self.rows_per_shard or self._file.tell() >= BYTES_PER_SHARD:
-                self._end_shard()
+    def _write(self, rows: Sequence[Row], items: Sequence[Item]) -> None:
+        if self._file is None:
+            numbers = [int(file.stem.split("-")[2]) for file in self._shards() if self._is_mine(file)]
+            name = f".open-{self.job.rank:05d}-{max(numbers, default=-1) + 1:05d}{self.open_suffix}"
+            self._growing, self._num_rows = self.base / name, 0
+            self._file = self._growing.open("xb")
+        self._append(self._file, rows, items)
+        self._num_rows += len(rows)
+        if self._num_rows >= self.rows_per_shard or self._file.tell() >= BYTES_PER_SHARD:
+            self._end_shard()
 
     def _end_shard(self) -> None:
         if self._file is not None:

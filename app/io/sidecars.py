@@ -7,21 +7,23 @@ line for a caption (OneTrainer). Rows with an error have none, and are repeated 
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
-from mmspec.app.io.cells import MEDIA_SUFFIXES, relative_name, short_repr
+from mmspec.app.io.cells import relative_name, short_repr
 from mmspec.app.io.content import Unreadable
-from mmspec.app.io.item import Item
+from mmspec.app.io.inputs import find_sources
+from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.jsonl import Row
+from mmspec.app.io.manifests import is_manifest
 from mmspec.app.io.output import Finished, JobSummary, Output, OutputJob, check_writable_folder, make_output_folder
+from mmspec.app.io.sources import FileSource
 from mmspec.files import atomic_write, short_name
 from mmspec.vision.video.containers import open_regular_file
 
@@ -63,7 +65,9 @@ class SidecarOutput(Output):
         """Files that could be taken for lists of pictures: those beside the pictures that the paths name."""
         if self.folder is not None:
             return []
-        beside = (Path(os.path.splitext(name)[0] + self.suffix) for name in _media_files(self._paths))
+        sources = (source for name in self._paths for source in find_sources(name, SourceOptions(), set()))
+        named = (one for one in sources if isinstance(one, FileSource) and not is_manifest(Path(one.name)))
+        beside = (item.path.with_suffix(self.suffix) for source in named for item in source.rows(lambda ident: False))
         return [path for path in beside if path.is_file()]
 
     def sidecar(self, item: Item) -> Path:
@@ -189,7 +193,7 @@ class SidecarOutput(Output):
                 if folder / part.name[1:].rsplit(".", 2)[0] in written:
                     part.unlink(missing_ok=True)
 
-    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
+    def _write(self, rows: Sequence[Row], items: Sequence[Item]) -> None:
         for row, item in zip(rows, items, strict=True):
             if not row["error"]:
                 path = self.sidecar(item)
@@ -203,7 +207,6 @@ class SidecarOutput(Output):
                                 pictures.write(f"\n{json.dumps(self._names(path, item))}")
                         with atomic_write(path) as part:
                             part.write_text(on_one_line(row["caption"]), encoding="utf-8", newline="\n")
-            self._add(row)
 
     def _finish(self, ids: Collection[str], complete: bool) -> JobSummary | None:
         """Also forget the job, but one with `overwrite` that was stopped: it is continued."""
@@ -216,13 +219,3 @@ class SidecarOutput(Output):
 def on_one_line(caption: str) -> str:
     """The caption without line breaks, each of which becomes a space."""
     return " ".join(filter(None, map(str.strip, caption.splitlines()))) if len(caption.splitlines()) > 1 else caption
-
-
-def _media_files(paths: Sequence[str]) -> Iterator[str]:
-    """Pictures and clips that paths name by themselves, by their folders or by globs."""
-    for name in paths:
-        if os.path.isdir(name):
-            found: Iterable[str] = (os.path.join(folder, file) for folder, _, files in os.walk(name) for file in files)
-        else:
-            found = [name] if os.path.exists(name) else glob.iglob(name, recursive=True)
-        yield from (file for file in found if os.path.splitext(file)[1].lower() in MEDIA_SUFFIXES)

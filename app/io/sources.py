@@ -17,7 +17,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.kinds import media_kind
-from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
+from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden
 from mmspec.app.io.manifests import is_manifest, read_manifest
 from mmspec.app.io.videos import AMBIGUOUS_SUFFIXES
 from mmspec.vision.video.containers import describe_format, read_header
@@ -184,11 +184,7 @@ def walk(folder: Path, found: LeftOut, named: bool = True) -> Iterator[Path]:
             if not is_hidden(name) and os.path.islink(os.path.join(here, name)):
                 found.add("links", os.path.join(here, name))
         folders[:] = [name for name in folders if not is_hidden(name)]
-        for name in files:
-            if not is_hidden(name):
-                yield Path(here, name)
-            elif os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES and not is_packed_metadata(name):
-                found.add("hidden", name)
+        yield from (Path(here, name) for name in files if not found.hides(name, name))
 
 
 def find_matches(pattern: str) -> list[str]:

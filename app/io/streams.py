@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmspec.app.errors import MachineError, UsageError, is_shortage, one_line
-from mmspec.app.io.cells import local_name
-from mmspec.app.io.content import Unreadable
+from mmspec.app.io.cells import relative_name
+from mmspec.app.io.content import Unreadable, is_local
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
@@ -18,7 +18,7 @@ class StreamedSource(RowSource):
     """A source of which a fault ends the rows before it, with one error row, and not the job."""
 
     def __init__(self, url: str, options: SourceOptions) -> None:
-        super().__init__(local_name(url, options.place))
+        super().__init__(relative_name(Path(url), options.place) if is_local(url) else url)
         self.url, self.options = url, options
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import Reach, cell_content, find_image_column, is_missing, require_column, whole_number
+from mmspec.app.io.cells import IMAGE_COLUMNS, Reach, cell_content, is_missing, listed, whole_number
 from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.conversations import normalized
 from mmspec.app.io.fields import field_texts, wanted
@@ -96,9 +96,21 @@ class Columns:
     """The columns to read, found once: picture, prompt, id, and those that prompts name."""
 
     def __init__(self, names: Sequence[str], options: SourceOptions, what: str) -> None:
-        self.image = find_image_column(names, options.image_column, what)
-        optional = (("--prompt-column", options.prompt_column), ("--id-column", options.id_column))
-        self.prompt, self.id = (name and require_column(names, name, flag, what) for flag, name in optional)
+        """
+        Args:
+            what: the table, for messages.
+
+        Raises:
+            UsageError: there is no such column, or none of pictures is known by its name.
+        """
+        known = {name.lower(): name for name in reversed(names)}
+        image = options.image_column or next((known[name] for name in IMAGE_COLUMNS if name in known), None)
+        if image is None:
+            raise UsageError(f"{what} has no column of pictures; it has {listed(names)}: name one with --image-column")
+        self.image, self.prompt, self.id = image, options.prompt_column, options.id_column
+        for flag, name in (("image", self.image), ("prompt", self.prompt), ("id", self.id)):
+            if name is not None and name not in names:
+                raise UsageError(f"{what} has no column {name!r} (--{flag}-column); it has {listed(names)}")
         others = [name for name in names if name != self.image]
         self.options, self.fields = options, wanted(options.fields, others, normalized)
 

@@ -23,7 +23,7 @@ from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.fields import ANY_FIELD, TEXT_SUFFIXES, field_text
 from mmspec.app.io.item import Item, Skip, SourceOptions
-from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, is_hidden, is_packed_metadata
+from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, is_hidden
 from mmspec.app.io.streams import StreamedSource
 from mmspec.app.io.tar_members import DamagedTarError, TarMember, read_members
 from mmspec.app.io.text import decode_text
@@ -70,8 +70,7 @@ class TarSource(StreamedSource):
         failure: Item | None = None
         try:
             for member in read_members(file, self._count_link):
-                if is_hidden(member.name):
-                    self._count_hidden(member)
+                if self._found.hides(member.name, f"{self.name}/{member.name}"):
                     continue
                 if not member.extension:  # README: of no sample, as in WebDataset
                     self._found.add("members", member.name, what="no suffix", where=self.name)
@@ -87,10 +86,6 @@ class TarSource(StreamedSource):
         yield from self._rows(file, sample, divided)
         if failure is not None:
             yield failure
-
-    def _count_hidden(self, member: TarMember) -> None:
-        if _suffix(member) in MEDIA_SUFFIXES and not is_packed_metadata(member.name):
-            self._found.add("hidden", f"{self.name}/{member.name}")
 
     def _count_link(self, name: str) -> None:
         suffix = os.path.splitext(name)[1].lower()

@@ -19,7 +19,7 @@ from test_app_inputs import write_tar
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.plan import LARGE_PIXELS, TYPICAL_SIZE, RowPlan
-from mmspec.app.caption.ray_job import token_counter
+from mmspec.app.caption.ray_job import RayExecutor
 from mmspec.app.io.content import ByteRange, InlineBytes, Pictures, WebAddress
 from mmspec.app.io.images import decode_ahead
 from mmspec.app.io.item import Item
@@ -151,9 +151,9 @@ def test_tokens_are_those_of_the_processor(tmp_path: Path) -> None:
     assert count_visual_tokens(processor, 300, 80, None) == expected
     processor.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    assert token_counter(CaptionConfig((), str(tmp_path)))(9, 9) == expected
-    assert token_counter(CaptionConfig((), "tiny"))(9, 9) is None, "of bundled models, which see all alike"
-    assert token_counter(CaptionConfig((), "/no/such/model"))(9, 9) is None
+    assert RayExecutor(CaptionConfig((), str(tmp_path)))._count_tokens(9, 9) == expected
+    assert RayExecutor(CaptionConfig((), "tiny"))._count_tokens(9, 9) is None, "of bundled models, which see all alike"
+    assert RayExecutor(CaptionConfig((), "/no/such/model"))._count_tokens(9, 9) is None
 
     class Dynamic:
         def _get_num_multimodal_tokens(self, image_sizes: list[list[int]]) -> dict[str, list[int]]:

@@ -20,7 +20,7 @@ from mmspec.app.caption import executor
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.pending import is_pending
 from mmspec.app.caption.plan import RowPlan
-from mmspec.app.caption.ray_job import CaptionWorker, RayExecutor
+from mmspec.app.caption.ray_job import CaptionWorker, RayExecutor, about_same_pictures
 from mmspec.app.cli.main import main
 from mmspec.app.io import jsonl
 from mmspec.app.io.inputs import Inputs
@@ -61,7 +61,7 @@ def plan_tasks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RayExecutor, "_start", lambda self: None)
         executor.prepare(plan, Inputs(config.paths, config.source_options(base)), rows)
-    return list(executor._tasks), plan
+    return list(about_same_pictures(executor._batches, config)), plan
 
 
 def write_tasks(out: Path, tasks: list[list[list[Item]]], config: CaptionConfig) -> list[list[int]]:
@@ -96,7 +96,7 @@ def test_batches_about_the_same_pictures_stay_together(tmp_path: Path, monkeypat
 
     finished = {row["id"]: Finished(row["prompt_sha1"], False, False) for row in first[:5]}  # the job was killed
     again, plan = plan_tasks(config, tmp_path, finished)
-    assert [len(task) for task in again] == [2, 3] and (plan.num_finished, plan.num_assigned) == (5, 18)
+    assert [len(task) for task in again] == [2, 3] and (plan.num_finished, len(plan.ids)) == (5, 18)
 
 
 def test_an_actor_gives_the_rows_of_a_job_of_one_process(tmp_path: Path) -> None:
