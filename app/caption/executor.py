@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
@@ -51,9 +51,9 @@ class Executor:
             finished: the rows that exist.
         """
         self._plan, self._inputs, plan.count_tokens = plan, inputs, self._count_tokens
-        batches = plan.batches(inputs.rows(skip_finished(finished, self.config)))
-        first = next(batches, None)
-        self._batches = itertools.chain([] if first is None else [first], batches)
+        groups = plan.groups(inputs.rows(skip_finished(finished, self.config)))
+        first = next(groups, None)
+        self._groups = itertools.chain([] if first is None else [first], groups)
         if first is not None:
             self._start()
         return first is not None
@@ -104,7 +104,7 @@ class LocalExecutor(Executor):
             return
         captioner = RowCaptioner(self.config, self.model)
         with pixel_limit(self.config.pixel_limit), DecoderPool() as decoders:
-            for decoded in decode_batches(self._batches, self.config, decoders):
+            for decoded in decode_batches(self._groups, self.config, decoders):
                 if stop.signal:
                     return
                 for item, media in decoded:
@@ -113,35 +113,22 @@ class LocalExecutor(Executor):
                 yield captioner.caption_rows(decoded), [item for item, _ in decoded]
 
 
-def _share_of_ahead(item: Item | None) -> float:
-    """How much of what may be decoded ahead a row takes: a large picture all of it, it is decoded alone."""
-    pixels = 0 if item is None else item.pixels or 0
-    return 1.0 if pixels >= LARGE_PIXELS else pixels / MAX_AHEAD_PIXELS
-
-
 def decode_batches(
-    batches: Iterator[list[Item]], config: CaptionConfig, decoders: DecoderPool
+    groups: Iterable[list[list[Item]]], config: CaptionConfig, decoders: DecoderPool
 ) -> Iterator[list[tuple[Item, Media | ImageError]]]:
-    """The batches with their media, decoded ahead in threads; once for consecutive batches about the same pictures."""
-    queue: deque[tuple[list[Item], int]] = deque()
+    """The batches of `RowPlan.groups` with their media: each picture of a group is decoded once, ahead in threads."""
+    queue: deque[tuple[list[list[Item]], int]] = deque()
     sampler = config.frame_sampler()
 
-    def picture(item: Item) -> int:
-        return picture_number(item, config)
+    def pictures() -> Iterator[Item]:
+        """An item for each picture."""
+        for group in groups:
+            first = {picture_number(item, config): item for batch in reversed(group) for item in batch}
+            queue.append((group, len(first)))
+            yield from first.values()
 
-    def pictures() -> Iterator[Item | None]:
-        """What is to be decoded for each batch; None for a batch about pictures of the one before."""
-        held: set[int] = set()
-        for batch in batches:
-            new = [item for item in batch if picture(item) not in held]
-            held = set(map(picture, batch))
-            queue.append((batch, len(new)))
-            yield from new or (None,)
-
-    def load(item: Item | None) -> tuple[Item, Media] | None:
+    def load(item: Item) -> tuple[Item, Media]:
         """What is decoded of an item, and the item; with its very bytes where they are stored."""
-        if item is None:
-            return None
         with item.locate_errors():
             # The stamp before it is read: one that is replaced meanwhile is done again.
             item = replace(item, stamp=file_stamp(item))
@@ -150,16 +137,21 @@ def decode_batches(
 
     ahead = config.batch_size + config.threads
     decoded = decode_ahead(pictures(), load, config.threads, ahead, _share_of_ahead)
-    held: dict[int, tuple[Item, Media] | ImageError] = {}
     try:
-        for first in decoded:
-            batch, num_new = queue.popleft()
-            found = [first, *itertools.islice(decoded, max(1, num_new) - 1)]
-            held = {number: held[number] for number in map(picture, batch) if number in held}
-            held |= {picture(item): result for item, result in found if item is not None and result is not None}
-            yield [_with_media(item, held[picture(item)]) for item in batch]
+        for one in decoded:
+            group, number = queue.popleft()
+            results = [one, *itertools.islice(decoded, number - 1)]
+            found = {picture_number(item, config): result for item, result in results}
+            for batch in group:
+                yield [_with_media(item, found[picture_number(item, config)]) for item in batch]
     finally:
         decoded.close()
+
+
+def _share_of_ahead(item: Item) -> float:
+    """How much of what may be decoded ahead a row takes: a large picture all of it, it is decoded alone."""
+    pixels = item.pixels or 0
+    return 1.0 if pixels >= LARGE_PIXELS else pixels / MAX_AHEAD_PIXELS
 
 
 def _with_media(item: Item, found: tuple[Item, Media] | ImageError) -> tuple[Item, Media | ImageError]:

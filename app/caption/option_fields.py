@@ -141,7 +141,7 @@ class CaptionOptions(TableOptions):
         "columns of rows, by commas, besides id, caption, prompt_sha1, error, index and file_stamp (default: all)",
         _OUTPUT,
         "A,B",
-        parse=parse.parse_fields,
+        parse=lambda text: tuple(common.split_commas(text)),
     )
     rows_per_shard: int = _number(1000, "rows of a shard of parquet and webdataset (1000)", decides="nothing")
     prefix: str = _text("", "put before each caption, as in 'sks dog, '", _OUTPUT)

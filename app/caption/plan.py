@@ -38,7 +38,7 @@ class RowPlan:
         is_pending: whether a row is to be captioned.
         count_tokens: visual tokens of a picture of a width and height; None: not known, all count alike. Called for
             the first row that is pending, not before.
-        ids: of the rows of this shard, all processes; complete once `batches` is exhausted.
+        ids: of the rows of this shard, all processes; complete once `groups` is exhausted.
         num_finished: rows of this process that were planned so far and are not pending.
         max_pictures: largest number of pictures of a row so far.
         first_sizes: rows of each batch of the first window that was planned.
@@ -53,8 +53,8 @@ class RowPlan:
     max_pictures: int = 1
     first_sizes: list[int] = field(default_factory=list)
 
-    def batches(self, rows: Iterable[Item]) -> Iterator[list[Item]]:
-        """The batches with a pending row, one after the other."""
+    def groups(self, rows: Iterable[Item]) -> Iterator[list[list[Item]]]:
+        """The batches with a pending row; those about the same pictures, which are decoded once, are together."""
         for window in _windows(self._assigned(rows), WINDOW_BATCHES * self.config.batch_size):
             asked = [row for item in window for row in variants(item, self.config)]
             pending = sum(map(self.is_pending, asked))
@@ -62,7 +62,7 @@ class RowPlan:
             if pending:
                 groups = [self._asked(batch) for batch in self._divided(window)]
                 self.first_sizes = self.first_sizes or [len(batch) for group in groups for batch in group]
-                yield from (batch for group in groups for batch in self._to_run(group))
+                yield from filter(None, map(self._to_run, groups))
 
     def describe(self, num_rows: int | None) -> str:
         """The plan in one line; complete once the first batch is known.
@@ -111,12 +111,11 @@ class RowPlan:
         rows = [variants(item, self.config) for item in batch]
         return [[one[number] for one in rows if number < len(one)] for number in range(max(map(len, rows)))]
 
-    def _to_run(self, group: list[list[Item]]) -> Iterator[list[Item]]:
+    def _to_run(self, group: list[list[Item]]) -> list[list[Item]]:
         """Those of the batches about the same pictures that have a pending row, or answers for one that has."""
-        for number, batch in enumerate(group):
-            needed = group[number:] if self.config.uses_answers else [batch]
-            if any(self.is_pending(item) for one in needed for item in one):
-                yield batch
+        pending = [number for number, batch in enumerate(group) if any(map(self.is_pending, batch))]
+        needed = range(max(pending, default=-1) + 1) if self.config.uses_answers else pending
+        return [group[number] for number in needed]
 
     def _sized(self, item: Item) -> tuple[Item, int]:
         """The item with its number of pixels, and its visual tokens; 0 of what is not known."""

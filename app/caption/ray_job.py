@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,6 @@ from mmspec.app.caption.ray_messages import quiet_loggers, ray_messages_in_file
 from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.caption.stop import GracefulStop
-from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media
 from mmspec.app.io.item import Item
@@ -114,8 +113,7 @@ class RayExecutor(Executor):
     def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
         import ray
 
-        tasks = about_same_pictures(self._batches, self.config)
-        task = next(tasks, None)
+        task = next(self._groups, None)
         if task is None:  # Ray was not started
             return
         starting = {one.ready.remote(): one for one in self._actors() for _ in range(TASKS_PER_ACTOR)}
@@ -128,7 +126,7 @@ class RayExecutor(Executor):
                 yield from ray.get(reference)
                 if task is not None:
                     running[actor.caption.remote(task)] = actor
-                    task = next(tasks, None)
+                    task = next(self._groups, None)
             if stop.signal:
                 return
 
@@ -166,30 +164,15 @@ class CaptionWorker:
         """No results, once the model is loaded."""
         return []
 
-    def caption(self, batches: list[list[Item]]) -> list[tuple[list[Row], list[Item]]]:
+    def caption(self, group: list[list[Item]]) -> list[tuple[list[Row], list[Item]]]:
         """The rows of batches about the same pictures, and what of their items an output needs."""
-        decoded = list(decode_batches(iter(batches), self._config, self._decoders))
+        decoded = list(decode_batches([group], self._config, self._decoders))
         with self._lock:
             rows = [self._captioner.caption_rows(batch) for batch in decoded]
         items = [[item for item, _ in batch] for batch in decoded]
         if not self._config.stores_pictures:
             items = [[replace(item, content=None) for item in batch] for batch in items]
         return list(zip(rows, items, strict=True))
-
-
-def about_same_pictures(batches: Iterable[list[Item]], config: CaptionConfig) -> Iterator[list[list[Item]]]:
-    """Consecutive batches, together where later ones are about pictures of the first."""
-    together: list[list[Item]] = []
-    pictures: set[int] = set()
-    for batch in batches:
-        about = {picture_number(item, config) for item in batch}
-        if together and not about <= pictures:
-            yield together
-            together = []
-        pictures = pictures if together else about
-        together.append(batch)
-    if together:
-        yield together
 
 
 def check_nodes() -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from mmspec.app.cli.arguments import real_number, split_commas
+from mmspec.app.cli.arguments import real_number
 from mmspec.app.io.text import find_fault, read_text
 from mmspec.app.modeling.prompt_format import RESERVED
 
@@ -46,11 +46,6 @@ def _read_lines(path: str, what: str, advice: str) -> tuple[str, ...]:
             raise argparse.ArgumentTypeError(f"{path} line {number} is that of line {first[line]}{advice}")
         first[line] = number
     return tuple(lines)
-
-
-def parse_fields(text: str) -> tuple[str, ...]:
-    """Comma-separated names."""
-    return tuple(split_commas(text))
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:

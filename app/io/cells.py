@@ -109,7 +109,7 @@ def name_below(path: str, root: str) -> str:
 def listed(names: Sequence[str]) -> str:
     """Names for a message, not all of many."""
     text = ", ".join(names)
-    return text if len(text) <= 160 else f"{text[:160]}... ({len(names)} columns)"
+    return text if len(text) <= 160 else f"{text[:160]}... ({len(names)})"
 
 
 def cell_content(cell: Any, reach: Reach) -> tuple[Content, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, short_repr
-from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.item import Item, Skip
 from mmspec.app.io.kinds import refuse_pointer
 from mmspec.app.io.streams import StreamedSource
 from mmspec.app.io.tables import FREE_ROWS, MAX_ROWS_PER_BYTE, Columns, needs_extra, open_table
@@ -27,9 +27,6 @@ MAX_STATE_BYTES = 64 << 20
 
 class SavedSource(StreamedSource):
     """Rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-
-    def __init__(self, name: str, options: SourceOptions) -> None:
-        super().__init__(name.rstrip("/") or "/", options)
 
     def _files(self) -> list[FileBelow]:
         """The Arrow files of the split.
@@ -108,9 +105,6 @@ class SavedSource(StreamedSource):
 
 class HubSource(StreamedSource):
     """Rows of a data set of the hub, streamed by `datasets`."""
-
-    def __init__(self, name: str, options: SourceOptions) -> None:
-        super().__init__(name.rstrip("/"), options)
 
     def _load(self) -> Any:
         with needs_extra(self.name):

@@ -82,10 +82,11 @@ def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | De
     Raises:
         ImageError: the source cannot be read or decoded.
     """
-    if isinstance(source, np.ndarray | Image.Image):
-        with convert_image_errors(max_pixels):
-            is_array = isinstance(source, np.ndarray)
-            return from_array(source, max_pixels) if is_array else to_upright_rgb(source, max_pixels)
+    with convert_image_errors(max_pixels):
+        if isinstance(source, np.ndarray):
+            return from_array(source, max_pixels)
+        if isinstance(source, Image.Image):
+            return to_upright_rgb(source, max_pixels)
     content = _validate_source(source)
     if not isolated:
         return decode_image(content if isinstance(content, bytes) else read_image_bytes(content), max_pixels)

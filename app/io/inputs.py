@@ -105,7 +105,7 @@ def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[
         UsageError: nothing is there, or an address of an unknown kind.
     """
     if is_hub_dataset(name):
-        return [HubSource(name, options)]
+        return [HubSource(name.rstrip("/"), options)]
     if not is_local(name):
         return [_source(url, options, excluded) for one in expand_braces(name) for url in _remote_matches(one)]
     expanded = [name] if os.path.exists(name) else expand_braces(name)
@@ -127,7 +127,7 @@ def _source(name: str, options: SourceOptions, excluded: set[str]) -> RowSource:
     suffix, is_path = _suffix(name), is_local(name)
     if is_path and os.path.isdir(name):
         is_saved = is_saved_dataset(Path(name))
-        return SavedSource(name, options) if is_saved else FileSource(name, excluded, options)
+        return SavedSource(name.rstrip("/") or "/", options) if is_saved else FileSource(name, excluded, options)
     if suffix not in MEDIA_SUFFIXES:  # pictures and clips have error rows
         refuse_pointer(name)
     if suffix in ROW_SOURCES:

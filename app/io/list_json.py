@@ -22,7 +22,7 @@ RECORD_KEYS = ("images", "data", "rows", "samples", "items", "annotations")
 """Where a JSON object holds its records, as in COCO."""
 _STRUCT_KEYS = {"bytes", "path", "url", "src"}
 """Fields of one picture."""
-_KINDS = {dict: "{", list: "[", str: '"'}
+_KINDS: dict[type, str] = {dict: "{", list: "[", str: '"'}
 _BLANKS = re.compile(r"[ \t\r\n\ufeff]*")
 """Also the byte order marks of lists that were joined by `cat`."""
 _BLANKS_OR_COMMAS = re.compile(r"[ \t\r\n,]*")

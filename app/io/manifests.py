@@ -120,7 +120,7 @@ class _Entries:
         if ident is not None and not isinstance(ident, str | int):
             raise UsageError(f"{where}: 'id' is text or a whole number, got {short_repr(ident)}")
         return replace(
-            self._named(cell, where, number),
+            self._named(cell, number),
             id="" if ident is None else str(ident),
             owns_id=ident is not None,
             prompt=prompt or None,
@@ -136,9 +136,11 @@ class _Entries:
         """
         self.text.note("record", number)
         if not is_known and not self._first_empty:
-            wanted = self.options.image_column or FILE_COLUMNS[0]
-            got = ", ".join(map(short_repr, row)) or "nothing"
-            self._first_empty = f"{self.text.where(number)} names no file: give {wanted!r}; got {got}"[:300]
+            self._first_empty = self._no_file(number, ", ".join(map(short_repr, row)) or "nothing")
+
+    def _no_file(self, number: int, got: str) -> str:
+        wanted = self.options.image_column or FILE_COLUMNS[0]
+        return f"{self.text.where(number)} names no file: give {wanted!r}; got {got}"[:300]
 
     def end(self) -> None:
         """The list is read.
@@ -149,14 +151,14 @@ class _Entries:
         if not self._has_rows and self._first_empty:
             raise UsageError(self._first_empty)
 
-    def _named(self, cell: Any, where: str, number: int) -> Item:
+    def _named(self, cell: Any, number: int) -> Item:
         """The row without its texts."""
+        where = self.text.where(number)
         content, name = cell_content(cell, self.reach)
         if isinstance(cell, str) and isinstance(content, ByteRange):
             return Item(Path(content.url), origin=where, below=content.file)
         if isinstance(content, Unreadable) and content.kind in ("Missing", "BadCell"):
-            wanted = self.options.image_column or FILE_COLUMNS[0]
-            raise UsageError(f"{where} names no file: give {wanted!r}; got {short_repr(cell)}"[:300])
+            raise UsageError(self._no_file(number, short_repr(cell)))
         if isinstance(content, Unreadable):
             raise UsageError(f"{where}: {content.message}")
         name = name or f"{relative_name(self.text.path, self.options.place)}#{number}"

@@ -161,10 +161,6 @@ class Columns:
 class ParquetSource(StreamedSource):
     """Rows of one Parquet file, local or remote."""
 
-    def __init__(self, url: str, options: SourceOptions) -> None:
-        super().__init__(url, options)
-        self._folder = (str(Path(url).parent) if is_local(url) else url.rpartition("/")[0]) or "."
-
     def count(self) -> int | None:
         try:
             with open_table("parquet", self.url) as table:
@@ -205,7 +201,7 @@ class ParquetSource(StreamedSource):
             for cells in table.rows(wanted, group) if wanted else ([] for _ in range(count)):
                 row = dict(zip(wanted, cells, strict=True))  # without the picture of a finished group
                 row = dict(zip(columns.all, sample, strict=True)) if sample is not None and number == first else row
-                yield columns.item(row, number, self.name, self._folder)
+                yield columns.item(row, number, self.name, os.path.dirname(self.url) or ".")
                 number += 1
             if number < first + count:
                 raise EOFError(f"it has {number - first} of {count} rows")

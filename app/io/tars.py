@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing
+from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing, listed
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.fields import ANY_FIELD, TEXT_SUFFIXES, field_text
 from mmspec.app.io.item import Item, Skip, SourceOptions
-from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, is_hidden
+from mmspec.app.io.left_out import MAX_NAMES, is_hidden
 from mmspec.app.io.streams import StreamedSource
 from mmspec.app.io.tar_members import DamagedTarError, TarMember, read_members
 from mmspec.app.io.text import decode_text
@@ -137,8 +137,7 @@ class TarSource(StreamedSource):
     def _missing(self, sample: list[TarMember]) -> Item:
         key = sample[0].key
         extensions = list(dict.fromkeys(member.extension for member in sample))
-        listed = ", ".join(extensions[:MAX_KINDS]) + (", ..." if len(extensions) > MAX_KINDS else "")
-        content = Unreadable("Missing", f"no member {key}.{self._wanted}; it has {listed}")
+        content = Unreadable("Missing", f"no member {key}.{self._wanted}; it has {listed(extensions)}")
         return Item(Path(key), f"{self.name}/{key}", f"{self.name}/{key}", content=content)
 
     def _row(self, texts: _Texts, member: TarMember, several: bool) -> Item:

@@ -152,6 +152,7 @@ class PacedHTTPSConnection(PacedHTTPConnection, http.client.HTTPSConnection):
     def connect(self) -> None:
         """As of any connection."""
         super().connect()
+        assert isinstance(self.sock, _PacedTls)
         self.sock.pace = self._pace
 
 

@@ -303,7 +303,7 @@ def test_compare_the_first_n(folder: Path) -> None:
 def test_batches_and_seeds_are_fixed() -> None:
     items = [Item(Path(f"{i}.png"), str(i), index=i) for i in range(5)]
     plan = RowPlan(CaptionConfig((), "m", batch_size=2), ProcessInfo(), lambda item: True)
-    assert [[item.index for item in batch] for batch in plan.batches(items)] == [[0, 1], [2, 3], [4]]
+    assert [[item.index for item in batch] for (batch,) in plan.groups(items)] == [[0, 1], [2, 3], [4]]
     assert derive_seed(0, 0) == derive_seed(0, 0) != derive_seed(0, 1) != derive_seed(1, 1)
     assert 0 <= derive_seed(7, 7) < 2**63
 

@@ -98,13 +98,17 @@ def rows(sizes: list[tuple[int, int] | None]) -> list[Item]:
     return [Item(Path(f"{i}.png"), str(i), index=i, content=content) for i, content in enumerate(contents)]
 
 
+def batches_of(made: RowPlan, items: list[Item]) -> list[list[Item]]:
+    return [batch for group in made.groups(items) for batch in group]
+
+
 def test_batches_are_of_like_visual_tokens_and_large_pictures_alone() -> None:
     rng = random.Random(0)
     small = [(rng.choice([200, 500, 900, 1500, 3000]), rng.choice([200, 800, 2000, 4000])) for _ in range(60)]
     sizes = [*small, (8000, 5000), None, (5000, 8000), (7000, 5600), None]
     rng.shuffle(sizes)
     made = plan(sizes)
-    batches = list(made.batches(rows(sizes)))
+    batches = batches_of(made, rows(sizes))
     assert sorted(item.index for batch in batches for item in batch) == list(range(len(sizes))), "each once"
     limit = 4 * (TYPICAL_SIZE[0] * TYPICAL_SIZE[1] // 784)
     assert made.max_tokens == limit
@@ -117,7 +121,7 @@ def test_batches_are_of_like_visual_tokens_and_large_pictures_alone() -> None:
     known = [size is not None for size in window]
     assert not all(known) and known == sorted(known, reverse=True), "unknown ones last"
     for finished in ({3, 5, 7}, set(range(0, 64, 2))):
-        again = list(plan(sizes, finished=finished).batches(rows(sizes)))
+        again = batches_of(plan(sizes, finished=finished), rows(sizes))
         keys = [[item.index for item in batch] for batch in batches]
         assert [[item.index for item in batch] for batch in again] == [
             key for key in keys if not finished.issuperset(key)
@@ -128,11 +132,13 @@ def test_batches_are_of_like_visual_tokens_and_large_pictures_alone() -> None:
 def test_a_model_of_one_size_is_planned_by_rows() -> None:
     sizes: list[tuple[int, int] | None] = [(3000, 2000), (100, 100), None, (1500, 20), (64, 64)]
     for count in (lambda width, height: 576, lambda width, height: None):
-        found = list(plan(sizes, tokens=count).batches(rows(sizes)))
+        found = batches_of(plan(sizes, tokens=count), rows(sizes))
         known = [[item.index for item in batch] for batch in found]
         assert sorted(index for batch in known for index in batch) == [0, 1, 2, 3, 4] and len(known) == 2
     clip = replace(rows([(9, 9)])[0], path=Path("c.mp4"), id="c")
-    assert [item.pixels for batch in plan([]).batches([clip]) for item in batch] == [None], "clips come last, by name"
+    assert [item.pixels for batch in batches_of(plan([]), [clip]) for item in batch] == [None], (
+        "clips come last, by name"
+    )
 
 
 def test_nothing_is_asked_before_a_row_is_pending() -> None:
@@ -141,7 +147,7 @@ def test_nothing_is_asked_before_a_row_is_pending() -> None:
 
     sizes: list[tuple[int, int] | None] = [(64, 64)] * 5
     made = plan(sizes, finished=set(range(5)), tokens=fail)
-    assert list(made.batches(rows(sizes))) == [] and made.num_finished == 5
+    assert batches_of(made, rows(sizes)) == [] and made.num_finished == 5
 
 
 def test_tokens_are_those_of_the_processor(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from mmspec.app.caption import executor
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.pending import is_pending
 from mmspec.app.caption.plan import RowPlan
-from mmspec.app.caption.ray_job import CaptionWorker, RayExecutor, about_same_pictures
+from mmspec.app.caption.ray_job import CaptionWorker, RayExecutor
 from mmspec.app.cli.main import main
 from mmspec.app.io import jsonl
 from mmspec.app.io.inputs import Inputs
@@ -61,7 +61,7 @@ def plan_tasks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RayExecutor, "_start", lambda self: None)
         executor.prepare(plan, Inputs(config.paths, config.source_options(base)), rows)
-    return list(about_same_pictures(executor._batches, config)), plan
+    return list(executor._groups), plan
 
 
 def write_tasks(out: Path, tasks: list[list[list[Item]]], config: CaptionConfig) -> list[list[int]]:
