@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
 from mmspec.app.caption.options import add_options as add_options
 from mmspec.app.caption.options import caption_help, choose_format
+from mmspec.app.caption.progress import print_stderr
 from mmspec.app.caption.schema import build_grammar, check_schema, schema_columns
 from mmspec.app.caption.variants import check_variants
 from mmspec.app.cli.arguments import hide_progress_bars, validate_drafter
 from mmspec.app.cli.options import given, read_options, read_settings
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
-from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import Item
@@ -41,12 +40,10 @@ def run(args: argparse.Namespace) -> int:
     config = build_config(args)
     process = ProcessInfo.from_env(os.environ)
     check_options(config)
-    if config.progress is not False and os.environ.get("RANK", "0") == "0":
-        text = printable(f"mmspec: loading {config.model} ...")
-        print(text, file=sys.stderr, flush=True)  # before torch, which takes seconds
+    if config.progress is not False and process.rank == 0:
+        print_stderr(f"mmspec: loading {config.model} ...")  # before torch, which takes seconds
     from mmspec.app.caption.executor import LocalExecutor
     from mmspec.app.caption.job import CaptionJob
-    from mmspec.app.caption.progress import print_stderr
     from mmspec.app.caption.report import JobReport
 
     if process.world_size > 1 and process.rank == 0:
@@ -141,7 +138,6 @@ def check_options(config: CaptionConfig) -> None:
 
 def with_task_prompt(config: CaptionConfig) -> CaptionConfig:
     """The same with the prompt of the model's family, where that takes the names of tasks and none is given."""
-    from mmspec.app.caption.progress import print_stderr
     from mmspec.app.modeling.load import read_model_config
     from mmspec.app.modeling.prompt_format import task_prompt
 

@@ -67,14 +67,6 @@ class ByteRange:
     num_bytes: int = 0
     file: FileBelow | None = None
 
-    def open(self) -> IO[bytes]:
-        """The local file.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        return os.fdopen(open_regular_file(self.file or self.url), "rb")
-
     def read(self) -> bytes:
         if self.size is not None:
             check_num_bytes(self.size)
@@ -95,7 +87,7 @@ class ByteRange:
     def _read(self, size: int) -> bytes:
         """As many bytes, or fewer at the end."""
         if is_local(self.url):
-            with self.open() as file:
+            with open_source(self.file or self.url) as file:
                 if self.size is None:
                     check_num_bytes(os.fstat(file.fileno()).st_size - self.start)
                 file.seek(self.start)
@@ -109,7 +101,7 @@ class ByteRange:
         Raises:
             OSError: it cannot be read.
         """
-        with self.open() as file:
+        with open_source(self.file or self.url) as file:
             file.seek(self.start)
             return file.read(size if self.size is None else min(size, self.size))
 
@@ -179,6 +171,20 @@ def check_size(data: bytes) -> bytes:
 def is_local(url: str) -> bool:
     """Whether `url` is a path of this machine's file system and not an address."""
     return "://" not in url
+
+
+def open_source(url: str | FileBelow) -> IO[bytes]:
+    """A file of this machine, or one at an address of fsspec, for reading from its start.
+
+    Raises:
+        OSError: it cannot be opened; drivers raise types of their own.
+        UsageError: as `open_file_system`.
+    """
+    if isinstance(url, FileBelow) or is_local(url):
+        return os.fdopen(open_regular_file(url), "rb")
+    system, path = open_file_system(url)
+    opened: IO[bytes] = system.open(path, "rb", block_size=1 << 20, cache_type="readahead")
+    return opened
 
 
 def open_file_system(url: str) -> tuple[Any, str]:

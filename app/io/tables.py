@@ -17,13 +17,13 @@ from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import IMAGE_COLUMNS, Reach, cell_content, is_missing, listed, whole_number
-from mmspec.app.io.content import Unreadable, is_local, open_file_system
+from mmspec.app.io.content import Unreadable, open_source
 from mmspec.app.io.conversations import normalized
 from mmspec.app.io.fields import field_texts, wanted
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.streams import StreamedSource, explain
 from mmspec.hints import install_hint
-from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, describe_format, open_regular_file
+from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, describe_format
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.remote_table import BadValue, RemoteTable
 
@@ -72,11 +72,7 @@ def open_table(kind: str, url: str | FileBelow) -> Iterator[RemoteTable]:
         Exception: it cannot be read, or has more rows than a file of its size may have.
     """
     with ExitStack() as stack, needs_extra(os.fspath(url)):
-        if isinstance(url, FileBelow) or is_local(url):
-            file: Any = stack.enter_context(os.fdopen(open_regular_file(url), "rb", buffering=0))
-        else:
-            system, path = open_file_system(url)
-            file = stack.enter_context(system.open(path, "rb"))
+        file = stack.enter_context(open_source(url))
         size = file.seek(0, os.SEEK_END)
 
         def read_range(start: int, count: int) -> bytes:

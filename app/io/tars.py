@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing, listed
-from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
+from mmspec.app.io.content import ByteRange, Content, Unreadable, open_source
 from mmspec.app.io.fields import ANY_FIELD, TEXT_SUFFIXES, field_text
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.left_out import MAX_NAMES, is_hidden
@@ -46,7 +46,7 @@ class TarSource(StreamedSource):
         self._wanted = wanted.lower().lstrip(".") if wanted else None
 
     def _check(self) -> None:
-        with self._open() as file:
+        with open_source(self.url) as file:
             header = file.read(_BLOCK)
         if not header:
             raise UsageError(f"{self.url} is empty")
@@ -60,7 +60,7 @@ class TarSource(StreamedSource):
             ) from error
 
     def _read(self, skip: Skip) -> Iterator[Item]:
-        with self._open() as file:
+        with open_source(self.url) as file:
             yield from self._samples(file)
 
     def _samples(self, file: IO[bytes]) -> Iterator[Item]:
@@ -91,12 +91,6 @@ class TarSource(StreamedSource):
         suffix = os.path.splitext(name)[1].lower()
         if not is_hidden(name) and (suffix in MEDIA_SUFFIXES or suffix[1:] == self._wanted):
             self._found.add("archive_links", name, where=self.name)
-
-    def _open(self) -> Any:
-        if is_local(self.url):
-            return open(self.url, "rb")
-        system, path = open_file_system(self.url)
-        return system.open(path, "rb", block_size=1 << 20, cache_type="readahead")
 
     def _rows(self, file: IO[bytes], sample: list[TarMember], divided: bool) -> Iterator[Item]:
         """A row for each picture of a sample.
