@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from mmspec.app.errors import UsageError, explain_write
+from mmspec.app.errors import explain_write
 from mmspec.app.io.images import Media, media_images
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
+from mmspec.app.io.output import make_output_folder
 from mmspec.app.ui.thumbnails import to_data_uri
 from mmspec.files import atomic_write
 
@@ -48,13 +49,9 @@ class JobReport:
             UsageError: the folder cannot be created.
             OutputError: it cannot be written.
         """
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"--report {folder} is a file: name a folder")
-        if not folder.absolute().parent.is_dir():
-            raise UsageError(f"--report {folder}: no folder {folder.parent}: create it first")
         self.file, self.title = folder / REPORT_NAME, title
         with explain_write(folder):
-            folder.mkdir(exist_ok=True)
+            make_output_folder(folder, "name a folder", "--report")
         self._pictures: dict[str, str] = {}  # id -> data URI
         self._shown: list[Row] = []
         self._errors: dict[str, list[str]] = {}

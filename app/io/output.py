@@ -266,11 +266,12 @@ def check_writable_folder(folder: Path, what: str | Path) -> None:
         raise OutputError(what, PermissionError(errno.EACCES, f"folder {folder} is read-only"))
 
 
-def make_output_folder(folder: Path, why: str) -> bool:
+def make_output_folder(folder: Path, why: str, flag: str = "--out") -> bool:
     """Create a folder, or where a link leads that has its name; returns whether it was not there.
 
     Args:
         why: a folder is needed, and what to do instead.
+        flag: the option that names it.
 
     Raises:
         UsageError: it is a file, or its parent does not exist.
@@ -279,11 +280,11 @@ def make_output_folder(folder: Path, why: str) -> bool:
     if folder.is_dir():
         return False
     if folder.exists():
-        raise UsageError(f"--out {folder} is a file: {why}")
+        raise UsageError(f"{flag} {folder} is a file: {why}")
     real = Path(os.path.realpath(folder))
     if not real.parent.is_dir():
         raise UsageError(
-            f"--out {folder}: no folder {real.parent if folder.is_symlink() else folder.parent}: create it first"
+            f"{flag} {folder}: no folder {real.parent if folder.is_symlink() else folder.parent}: create it first"
         )
     real.mkdir(exist_ok=True)
     return True
