@@ -77,91 +77,76 @@ def _file_column(header: list[str], options: SourceOptions) -> int | None:
 
 def _rows(text: ListText, lines: Iterable[tuple[int, str]], delimiter: str) -> Numbered:
     """The rows of a table, its header first."""
-    records = _Records(text, lines, delimiter)
-    header = [name.strip() for name in records.read() or []]
-    records.header, records.file_column = header, _file_column(header, text.options)
-    while (cells := records.read()) is not None:
+    records = _records(text, lines, delimiter)
+    header = [name.strip() for name in next(records, (0, []))[1]]
+    for number, cells in records:
         if not any(cell.strip() for cell in cells):
             continue
         if any(cell.strip() for cell in cells[len(header) :]):
             raise UsageError(
-                f"{text.path} line {records.line} has {len(cells)} cells, its header {len(header)}: put quotes around "
+                f"{text.path} line {number} has {len(cells)} cells, its header {len(header)}: put quotes around "
                 f"cells that hold {delimiter!r}"
             )
         row: dict[str, Any] = {}
         for name, cell in zip(header, cells, strict=False):
             if name and cell:
                 row.setdefault(name, cell)  # of two columns of a name the first
-        yield records.line, row
+        yield number, row
 
 
-class _Records:
-    """The records of a table, one or several lines each.
+def _records(text: ListText, lines: Iterable[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each record of a table, one or several lines each, with the number of its last line.
 
     A quotation mark that is not closed would take the lines up to the next one into its cell. It is found by what
     follows: text behind a closing mark, the end of the table, or lines that look like rows. Such a line is read as it
     stands, and counted.
+
+    Raises:
+        UsageError: a quotation mark that is not closed, in a line that is no row without it.
     """
+    returned, rest, header = deque[tuple[int, str]](), iter(lines), list[str]()
 
-    def __init__(self, text: ListText, lines: Iterable[tuple[int, str]], delimiter: str) -> None:
-        self._text, self._lines, self._delimiter = text, iter(lines), delimiter
-        self._returned: deque[tuple[int, str]] = deque()
-        self.header: list[str] = []
-        self.file_column: int | None = None
-        self.line = 0
-        """Where the last record ends, for messages."""
+    def feed() -> Iterator[str]:
+        size = 0
+        while size <= MAX_LINE_CHARS and (one := returned.popleft() if returned else next(rest, None)) is not None:
+            taken.append(one)
+            size += len(one[1])
+            yield one[1]
 
-    def read(self) -> list[str] | None:
-        """The next record; None at the end.
-
-        Raises:
-            UsageError: a quotation mark that is not closed, in a line that is no row without it.
-        """
+    while True:
         taken: list[tuple[int, str]] = []
-
-        def feed() -> Iterator[str]:
-            size = 0
-            while size <= MAX_LINE_CHARS and (one := self._next()) is not None:
-                taken.append(one)
-                size += len(one[1])
-                yield one[1]
-
         cells: list[str] | None = None
         reason = "the lines that it takes in look like rows"
         try:
-            cells = next(csv.reader(feed(), delimiter=self._delimiter, strict=True), None)
+            cells = next(csv.reader(feed(), delimiter=delimiter, strict=True), None)
         except csv.Error as error:
             reason = one_line(error, 80)
         if not taken:
-            return None
-        if cells is None or any(self._looks_like_row(line) for _, line in taken[1:]):
-            cells = self._literal(taken[0][1])
-            if self.header and len(cells) != len(self.header):
+            return
+        if cells is None or any(_looks_like_row(text, header, _literal(line, delimiter)) for _, line in taken[1:]):
+            cells = _literal(taken[0][1], delimiter)
+            if header and len(cells) != len(header):
                 raise UsageError(
-                    f"{self._text.path} line {taken[0][0]}: a quotation mark is not closed, or text follows a closed "
+                    f"{text.path} line {taken[0][0]}: a quotation mark is not closed, or text follows a closed "
                     f"one ({reason}): double the mark, and put the cell in quotes"
                 )
-            self._returned.extendleft(reversed(taken[1:]))
+            returned.extendleft(reversed(taken[1:]))
             del taken[1:]
-            self._text.note("quote", taken[0][0])
-        self.line = taken[-1][0]
-        return cells
+            text.note("quote", taken[0][0])
+        header = header or cells
+        yield taken[-1][0], cells
 
-    def _next(self) -> tuple[int, str] | None:
-        return self._returned.popleft() if self._returned else next(self._lines, None)
 
-    def _literal(self, line: str) -> list[str]:
-        """The cells of a line in which quotation marks are text, but for those around a cell."""
-        cells = next(csv.reader([line], delimiter=self._delimiter, quoting=csv.QUOTE_NONE), [])
-        return [_QUOTED.sub(lambda inner: inner[1].replace('""', '"'), cell) for cell in cells]
+def _literal(line: str, delimiter: str) -> list[str]:
+    """The cells of a line in which quotation marks are text, but for those around a cell."""
+    cells = next(csv.reader([line], delimiter=delimiter, quoting=csv.QUOTE_NONE), [])
+    return [_QUOTED.sub(lambda inner: inner[1].replace('""', '"'), cell) for cell in cells]
 
-    def _looks_like_row(self, line: str) -> bool:
-        cells = self._literal(line)
-        if self.file_column is None or len(cells) != len(self.header):
-            return False
-        name = cells[self.file_column]
-        return (
-            os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES
-            or name.lower().startswith(("http://", "https://"))
-            or _is_there(self._text, name)
-        )
+
+def _looks_like_row(text: ListText, header: list[str], cells: list[str]) -> bool:
+    column = _file_column(header, text.options)
+    if column is None or len(cells) != len(header):
+        return False
+    name = cells[column]
+    is_address = name.lower().startswith(("http://", "https://"))
+    return is_address or os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES or _is_there(text, name)
