@@ -8,7 +8,6 @@ decodes, too, which is made once it would have saved the time that making it tak
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -113,7 +112,3 @@ class ArbitratedDrafter(Drafter):
         self.ngram.observe(state.ngram, result, {})
         if self.copied is not None and state.chain is not None:
             self.copied.observe(state.chain, result, {})
-
-    def replicate(self) -> ArbitratedDrafter:
-        """A drafter in the same state that shares no mutable state with this one."""
-        return copy.deepcopy(self)

@@ -15,7 +15,6 @@ from mmspec.drafters.mtp.build import OWN_NAMES, is_own_drafter, own_drafter
 from mmspec.hints import did_you_mean, looks_like_path
 
 if TYPE_CHECKING:
-    from mmspec.drafters.ngram.base import BestFirstDrafter
     from mmspec.interfaces import Drafter, TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -24,65 +23,37 @@ MEMBERS = ("name", "requirements", "vocab_size", "begin", "propose", "observe")
 """Members of `Drafter`, checked on objects of the user."""
 
 
-def _none() -> Drafter:
+DRAFTERS = ("none", "lookup", "recycling", "hybrid", "arbitrated", "self", "quantized", "auto")
+"""Drafters without weights, and the choice among all."""
+
+
+def _untrained(name: str, target: TargetInfo | None = None) -> Drafter:
+    """One of `DRAFTERS` but "auto"; a copy of the target may be made on a CPU."""
+    from mmspec.drafters.arbitrated import ArbitratedDrafter
+    from mmspec.drafters.model.self_drafter import QuantizedDrafter, SelfDrafter
+    from mmspec.drafters.ngram.lookup import lookup
+    from mmspec.drafters.ngram.output_ngrams import text_ngrams
+    from mmspec.drafters.ngram.recycling import hybrid, recycling
     from mmspec.drafters.none import NoDrafter
 
-    return NoDrafter()
+    builders: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "lookup": lookup,
+        "recycling": recycling,
+        "hybrid": hybrid,
+        "arbitrated": lambda: ArbitratedDrafter(may_copy=target is not None and target.device == "cpu"),
+        "self": SelfDrafter,
+        "quantized": lambda: QuantizedDrafter(guide=text_ngrams()),
+    }
+    return builders[name]()
 
 
-def _lookup() -> Drafter:
-    from mmspec.drafters.ngram.lookup import lookup
-
-    return lookup()
-
-
-def _recycling() -> Drafter:
-    from mmspec.drafters.ngram.recycling import recycling
-
-    return recycling()
-
-
-def _hybrid() -> BestFirstDrafter:
-    from mmspec.drafters.ngram.recycling import hybrid
-
-    return hybrid()
-
-
-def _arbitrated(target: TargetInfo | None = None) -> Drafter:
-    from mmspec.drafters.arbitrated import ArbitratedDrafter
-
-    return ArbitratedDrafter(may_copy=target is not None and target.device == "cpu")
-
-
-def _self() -> Drafter:
-    from mmspec.drafters.model.self_drafter import SelfDrafter
-
-    return SelfDrafter()
-
-
-def _quantized() -> Drafter:
-    from mmspec.drafters.model.self_drafter import QuantizedDrafter
-    from mmspec.drafters.ngram.output_ngrams import text_ngrams
-
-    return QuantizedDrafter(guide=text_ngrams())
-
-
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "none": _none,
-    "lookup": _lookup,
-    "recycling": _recycling,
-    "hybrid": _hybrid,
-    "arbitrated": _arbitrated,
-    "self": _self,
-    "quantized": _quantized,
-    "auto": _hybrid,  # for the list of names: `build_drafter` asks `_auto`
-}
 REMOVED_NAMES = {"instant": "arbitrated"}
 """{drafter of earlier versions: its successor}."""
 WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
-AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
-"""Order in which `auto` prefers them by device type, as measured (research/results); other devices use the CPU's."""
+AUTO_ORDER = ("flash", "msd", "parallel", "falcon")
+"""Order in which `auto` prefers them, as measured on a CPU (research/results)."""
 HEAD_FILES = (
     "config.json",
     "model.safetensors",
@@ -97,11 +68,10 @@ HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?")
 """OWNER/NAME of a repository, and the folder in it that holds the head, if it is not the repository's own."""
 
 
-def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
-    """Name -> folder of the trained drafters that are part of the package, the fastest on the device type first."""
+def bundled_drafters() -> dict[str, Path]:
+    """Name -> folder of the trained drafters that are part of the package, the fastest first."""
     folders = {file.parent.name: file.parent for file in sorted(WEIGHTS_DIR.glob("*/config.json"))}
-    order = AUTO_ORDER.get(device, AUTO_ORDER["cpu"])
-    return {name: folders[name] for name in sorted(folders, key=lambda name: (*order, name).index(name))}
+    return {name: folders[name] for name in sorted(folders, key=lambda name: (*AUTO_ORDER, name).index(name))}
 
 
 def drafter_names() -> list[str]:
@@ -118,7 +88,7 @@ def _auto(target: TargetInfo | None) -> Drafter:
         from mmspec.drafters.checkpoints.format import TargetMismatch
         from mmspec.drafters.checkpoints.load import load_trained
 
-        for name, folder in bundled_drafters(target.device).items():
+        for name, folder in bundled_drafters().items():
             try:
                 return load_trained(folder, target)
             except TargetMismatch:
@@ -129,7 +99,7 @@ def _auto(target: TargetInfo | None) -> Drafter:
         if (published := _published_drafter(target)) is not None:
             return published
     if target is None or target.device != "cpu":
-        return _hybrid()
+        return _untrained("hybrid")
     from mmspec.drafters.arbitrated import ArbitratedDrafter
 
     return ArbitratedDrafter(kinds=("outputs",), may_copy=True)
@@ -309,14 +279,12 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Dr
             drafter = REMOVED_NAMES[drafter]
         if drafter == "auto":
             return _auto(target)
-        if drafter == "arbitrated":
-            return _arbitrated(target)
         if is_own_drafter(drafter):
             if target is None:
                 raise ValueError(f"drafter {drafter!r} comes with the checkpoint of a target: target=; got None.")
-            return own_drafter(drafter, target) or _hybrid()
+            return own_drafter(drafter, target) or _untrained("hybrid")
         if drafter in DRAFTERS:
-            return DRAFTERS[drafter]()
+            return _untrained(drafter, target)
         if is_known_drafter(drafter):
             from mmspec.drafters.checkpoints.load import load_trained
 

@@ -24,7 +24,7 @@ from mmspec.drafters.checkpoints.state_dict import read_head, to_stored
 from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import DraftHead
-from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
+from mmspec.drafters.heads.base.visual_inputs import resolve_visual_mode
 from mmspec.drafters.heads.registry import find_method
 from mmspec.files import atomic_write
 from mmspec.weight_files import read_tensors
@@ -145,9 +145,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
     if values.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{file} has model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
     try:
-        visual_mode, architecture = values.get("visual_mode"), values.get("architecture", "eagle")
-        if visual_mode not in VISUAL_MODES:
-            raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {visual_mode!r}.")
+        visual_mode, architecture = resolve_visual_mode(values.get("visual_mode")), values.get("architecture", "eagle")
         config = parse_head_config(values, find_method(architecture).classes().config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error

@@ -14,7 +14,6 @@ from mmspec.drafters.checkpoints.format import (
     tokenizer_fingerprint,
 )
 from mmspec.drafters.checkpoints.published_heads import hub_id_of
-from mmspec.drafters.checkpoints.validate import explain_damage
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.registry import find_method
 from mmspec.interfaces import TargetInfo
@@ -35,8 +34,11 @@ def load_trained(
         TargetMismatch: the head was trained for another target.
         ValueError: the files are not a draft head's, or damaged, or `target` is required.
     """
-    with explain_damage(folder):
+    try:
         return _load(folder, target, name)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
+        text = " ".join(str(error).split())[:200]  # what a damaged folder makes the code run into, past all checks
+        raise ValueError(f"drafter {os.fspath(folder)} cannot be loaded: {type(error).__name__}: {text}") from error
 
 
 def _load(folder: str | os.PathLike[str], target: TargetInfo | None, name: str | None) -> HeadDrafter:

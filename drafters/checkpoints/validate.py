@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 MAX_SIZE = 1 << 24
@@ -63,6 +61,8 @@ LAYER_LISTS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids", "hidden_state_layers",
     "mrope_section",
 )  # fmt: skip
+MAY_BE_EMPTY = ("hidden_state_layers", "mrope_section")
+"""Of these, for the default."""
 NESTED = (
     "target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor", "dflash_config",
     "eagle_config",
@@ -109,18 +109,8 @@ def check_config(values: Mapping[str, Any], prefix: str = "") -> None:
     for key, value in values.items():
         if value is None:
             continue
-        if key in INTEGERS:
-            _check_integer(prefix + key, value, *INTEGERS[key])
-        elif key in FLOATS:
-            _check_float(prefix + key, value, *FLOATS[key])
-        elif key in OBJECTS:
-            _check_type(prefix + key, value, dict, "an object")
-        elif key in STRINGS:
-            _check_type(prefix + key, value, str, "a string")
-        elif key in BOOLEANS:
-            _check_type(prefix + key, value, bool, "true or false")
-        elif key in LAYER_LISTS:
-            _check_layer_ids(prefix + key, value)
+        if (rule := _broken_rule(key, value, not prefix)) is not None:
+            raise ValueError(f"{prefix}{key} must be {rule}; got {_short(value)}.")
         if key == "compressor":
             _check_compressor(prefix + key, value)
         if key in NESTED:
@@ -144,47 +134,30 @@ def check_head_shape(values: Mapping[str, Any]) -> None:
         raise ValueError(f"num_attention_heads times head_dim must be at most {MAX_SIZE}; got {heads} and {size}.")
 
 
-@contextmanager
-def explain_damage(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what a damaged folder makes the loading code run into, past all checks, into a `ValueError` about it."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise ValueError(f"drafter {os.fspath(folder)} cannot be loaded: {type(error).__name__}: {text}") from error
-
-
-def _check_integer(key: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{key} must be an integer from {low} to {high}; got {_short(value)}.")
-
-
-def _check_float(key: str, value: object, low: float, high: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or not math.isfinite(value):  # type: ignore[operator,arg-type]
-        raise ValueError(f"{key} must be a number from {low:g} to {high:g}; got {_short(value)}.")
+def _broken_rule(key: str, value: Any, is_top: bool) -> str | None:
+    """What the value of a key must be, if it is not; `is_top`: it is in no other object."""
+    if key in INTEGERS:
+        low, high = INTEGERS[key]
+        return None if type(value) is int and low <= value <= high else f"an integer from {low} to {high}"
+    if key in FLOATS:
+        smallest, largest = FLOATS[key]
+        is_good = type(value) in (int, float) and smallest <= value <= largest and math.isfinite(value)
+        return None if is_good else f"a number from {smallest:g} to {largest:g}"
+    if key in LAYER_LISTS:
+        least = 0 if is_top and key in MAY_BE_EMPTY else 1
+        is_good = isinstance(value, list) and least <= len(value) <= MAX_LAYERS
+        is_good = is_good and all(type(index) is int and abs(index) <= MAX_LAYERS for index in value)
+        what = "integers, one per axis" if key == "mrope_section" else "layer indices"
+        return None if is_good else f"a list of {what}"
+    kinds = ((OBJECTS, dict, "an object"), (STRINGS, str, "a string"), (BOOLEANS, bool, "true or false"))
+    return next((rule for keys, kind, rule in kinds if key in keys and not isinstance(value, kind)), None)
 
 
 def _check_compressor(key: str, value: Mapping[str, Any]) -> None:
     if value.get("name") is None:
         raise ValueError(f"{key}.name is missing; got {_short(value)}.")
-    _check_type(f"{key}.name", value["name"], str, "a string")
     if value.get("max_tokens") is None:
         raise ValueError(f"{key}.max_tokens is missing; got {_short(value)}.")
-
-
-def _check_type(key: str, value: object, wanted: type, name: str) -> None:
-    if not isinstance(value, wanted):
-        raise ValueError(f"{key} must be {name}; got {_short(value)}.")
-
-
-def _check_layer_ids(key: str, value: object) -> None:
-    if key in ("hidden_state_layers", "mrope_section") and value == []:  # the default
-        return
-    what = "integers, one per axis" if key.endswith("mrope_section") else "layer indices"
-    good = isinstance(value, list) and 0 < len(value) <= MAX_LAYERS
-    if not good or not all(type(index) is int and abs(index) <= MAX_LAYERS for index in value):  # type: ignore[attr-defined]
-        raise ValueError(f"{key} must be a list of {what}; got {_short(value)}.")
 
 
 def _short(value: object) -> str:

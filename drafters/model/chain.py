@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cpu.chain_types import ChainGuesses, ChainRequest
+from mmspec.cpu.chain_types import ChainGuesses
 from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule, draft_under_rules
 from mmspec.drafters.ngram.output_ngrams import MAX_CONTEXT, MIN_UNSEEN_PROB
-from mmspec.drafters.rerank import LEVEL_PENALTY
 from mmspec.economy.known import Economy, Source
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
@@ -251,20 +250,9 @@ class ChainDrafter(Drafter, ABC):
             sizes = [costs.rounds_s.get("score", 1, size) or 1.0 for size in range(1, MAX_GUESSED_NODES + 1)]
             relative = [seconds / sizes[0] for seconds in sizes]
             guesses = ChainGuesses(counts, context, relative, MIN_UNSEEN_PROB, costs.trust(GUIDE))
+        unread = [ids if on else () for ids, on in zip(chain.tokens, active, strict=True)]
         drafted = chain.target.draft_chain(
-            ChainRequest(
-                unread=[ids if on else () for ids, on in zip(chain.tokens, active, strict=True)],
-                length=rule.length,
-                top_k=rule.top_k,
-                max_nodes=max_nodes,
-                logit_bias=state.logit_bias,
-                log_noise=rule.log_noise,
-                temperature=1.0 if rule.log_noise is None else float(prompt.temperature),
-                level_penalty=LEVEL_PENALTY,
-                min_prob=plan.min_prob,
-                stop_ids=sorted(prompt.stop_ids),
-                guesses=guesses,
-            )
+            rule.request(unread, max_nodes, min_prob=plan.min_prob, stop_ids=sorted(prompt.stop_ids), guesses=guesses)
         )
         if drafted is None:
             return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,20 @@ class DraftRule:
             logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         noise = None if self.log_noise is None else self.log_noise[:, step]
         return next_log_probs(logits + self.logit_bias, self.prompt.temperature, noise)
+
+    def request(self, unread: Sequence[Sequence[int]], max_nodes: int, **values: Any) -> ChainRequest:
+        """The draft for C, of what each row has not read; `values` are further fields."""
+        return ChainRequest(
+            unread=unread,
+            length=self.length,
+            top_k=self.top_k,
+            max_nodes=max_nodes,
+            logit_bias=self.logit_bias,
+            log_noise=self.log_noise,
+            temperature=1.0 if self.log_noise is None else float(self.prompt.temperature),
+            level_penalty=LEVEL_PENALTY,
+            **{"min_prob": 0.0, "stop_ids": (), **values},
+        )
 
 
 class ChainDraft:
@@ -171,7 +186,10 @@ def draft_under_rules(
         unread, path = [*unread, *forced], [*path, *forced]
         if bias is None or len(path) >= limit:
             break
-        drafted = target.draft_chain(_step_request(rule, unread, bias, len(path)))
+        step_noise = None if rule.log_noise is None else rule.log_noise[:, len(path) : len(path) + 1]
+        request = rule.request([unread], 1 + rule.top_k)
+        request = replace(request, length=1, logit_bias=rule.logit_bias + bias, log_noise=step_noise)
+        drafted = target.draft_chain(request)
         if drafted is None:
             if not num_steps:
                 return None
@@ -184,19 +202,3 @@ def draft_under_rules(
         if not math.exp(log_prob) > min_prob or unread[0] in rule.prompt.stop_ids:
             break
     return (pool.select(None, max_nodes) if pool.num_nodes else root_only(1, rule.logit_bias.device)), num_steps
-
-
-def _step_request(rule: DraftRule, unread: Sequence[int], bias: Tensor, depth: int) -> ChainRequest:
-    """One step at a depth of the path."""
-    return ChainRequest(
-        unread=[unread],
-        length=1,
-        top_k=rule.top_k,
-        max_nodes=1 + rule.top_k,
-        logit_bias=rule.logit_bias + bias,
-        log_noise=None if rule.log_noise is None else rule.log_noise[:, depth : depth + 1],
-        temperature=1.0 if rule.log_noise is None else float(rule.prompt.temperature),
-        level_penalty=LEVEL_PENALTY,
-        min_prob=0.0,
-        stop_ids=(),
-    )

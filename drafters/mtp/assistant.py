@@ -16,17 +16,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mmspec.cpu.angles import RotaryFn
+from mmspec.cpu.draft_types import AssistantWeights, HeadWeights
 from mmspec.drafters.heads.base.attention import select_last
-from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
+from mmspec.drafters.heads.base.c_draft import CDraft, own_lm_head, shared_weights
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.expand import StatelessExpander, expand_levels
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.mtp.c_weights import assistant_weights
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.drafters.mtp.vocabulary import RowCache
 from mmspec.engine.gather import gather_rows
-from mmspec.engine.tree import DraftTree
 from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import AssistantParts, Prompt, SharedEmbeddings
 
@@ -49,6 +49,10 @@ class AssistantHead(DraftHead):
         self.register_buffer("token_ordering", parts.token_ordering, persistent=False)
         self.top_centroids = parts.top_centroids
         self.row_cache = RowCache()
+
+    def carried(self, outputs: Tensor) -> Tensor:
+        carried: Tensor = self.post_projection(outputs)
+        return carried
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
         weight = self.lm_head.weight
@@ -105,7 +109,7 @@ class AssistantExpander(StatelessExpander):
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         head = self.drafter.head
-        hidden_states = head.post_projection(parent_hidden)
+        hidden_states = head.carried(parent_hidden)
         return self._run(head.fuse(inputs_embeds.to(hidden_states.dtype), hidden_states))
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
@@ -121,34 +125,25 @@ class AssistantDrafter(OwnDrafter):
 
     noun = "assistant"
     head: AssistantHead
+    c_classes = None
     records_drafts = True
 
-    def __init__(self, parts: AssistantParts, *, max_depth: int = 6, top_k: int | None = None, **options: Any) -> None:
+    def __init__(self, parts: AssistantParts, **options: Any) -> None:
         """
         Args:
             parts: of the assistant, with its weights.
-            max_depth: largest depth of a draft node.
-            top_k: see `HeadDrafter`.
-            options: `draft_ids` and `frequent_ids`, see `OwnDrafter`.
+            options: further arguments of `OwnDrafter`.
 
         Raises:
             ValueError: a reduced LM head of an assistant that has one.
         """
-        if parts.centroids is not None and any(value is not None for value in options.values()):
+        if parts.centroids is not None and any(options.get(key) is not None for key in ("draft_ids", "frequent_ids")):
             raise ValueError(
                 "this assistant scores the ids of its best centroids alone, so that its LM head is reduced already; "
                 "got further ids to choose from. Use drafter='assistant'."
             )
-        super().__init__(
-            AssistantHead(parts),
-            "coupled",
-            parts.description,
-            num_layers=parts.num_layers,
-            name="assistant",
-            max_depth=max_depth,
-            top_k=top_k,
-            **options,
-        )
+        options |= {"name": "assistant", "num_layers": parts.num_layers}
+        super().__init__(AssistantHead(parts), "coupled", parts.description, **options)
         self.suppressed_ids = parts.suppressed_ids
         self.requirements = replace(self.requirements, target_keys=True)
 
@@ -166,19 +161,63 @@ class AssistantDrafter(OwnDrafter):
         state.logit_bias[torch.isin(ids, suppressed)] = float("-inf")
         return state
 
-    def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
-        """The `top_k` most likely nodes of each level, one forward each."""
-        top_k = self.top_k_of(state)
-        tree = None if state.c_draft is None else state.c_draft.tree(state, top_k, max_nodes, num_levels)
-        if tree is not None:
-            return tree
-        return expand_levels(state, AssistantExpander(self, state), top_k, max_nodes=max_nodes, num_levels=num_levels)
+    def expander(self, state: DraftState, top_k: int) -> AssistantExpander:
+        return AssistantExpander(self, state)
+
+    def c_weights(self, state: DraftState) -> HeadWeights | None:
+        """See `HeadDrafter`: its layers must compute as the target's do, where these run in C."""
+        head: Any = self.head
+        body, layers, shape, keys = head.body, head.body.c_weights(), state.c_shape(), state.target_keys
+        linears = [one for one in (head.fc, head.post_projection, head.lm_head, head.centroids) if one is not None]
+        if shape is None or layers is None or keys is None or any(type(one) is not nn.Linear for one in linears):
+            return None
+        kinds, dtype = tuple(body.layer_types), state.last_hidden.dtype
+        if (caches := keys.buffers(kinds)) is None or any(one.bias is not None for one in linears):
+            return None
+        angles: dict[str, RotaryFn] = {kind: partial(body.angles, kind, dtype=dtype) for kind in kinds}
+        rotated = {kind: angle(state.first_positions()[:1, 0])[0].shape[-1] for kind, angle in angles.items()}
+        sizes = [
+            (one.shape[2], one.shape[4], rotated[kind])
+            for one, kind in zip(caches, kinds, strict=True)
+            if one is not None
+        ]
+        heads = {layer.q.shape[0] // size[1] for layer, size in zip(layers, sizes, strict=True)}
+        if len(heads) != 1 or body.eps != {shape.eps} or state.last_hidden.device.type != "cpu":
+            return None
+        window = 0 if keys.window is None else keys.window + 1  # it reads one position more than it sees: its own
+        assistant = AssistantWeights(kinds, head.post_projection.weight, None, None, 0)
+        if head.centroids is not None:
+            clusters = head.token_ordering, head.top_centroids
+            assistant = AssistantWeights(kinds, head.post_projection.weight, head.centroids.weight, *clusters)
+        lm_head = head.lm_head.weight if state.draft_lm_head is None else state.draft_lm_head
+        return HeadWeights(
+            head.fc.weight,
+            None,
+            layers,
+            final_norm=body.norm.weight,
+            assistant=assistant,
+            shape=replace(
+                shape,
+                hidden_size=head.fc.out_features,
+                intermediate_size=max(layer.gate.shape[0] for layer in layers),
+                num_heads=heads.pop(),
+                num_kv_heads=max(size[0] for size in sizes),
+                head_dim=max(size[1] for size in sizes),
+                rotary_size=max(size[2] for size in sizes),
+                head_sizes=tuple(sizes),
+                windows=tuple(window * (kind == "sliding_attention") for kind in kinds),
+                owners=(),
+                num_experts=0,
+                expert_size=0,
+                experts_per_token=0,
+                is_eager=False,
+            ),
+            rotaries=[angles[kind] for kind in kinds],
+            **{**shared_weights(state), **own_lm_head(lm_head)},
+        )
 
     def c_draft(self, state: DraftState) -> CDraft | None:
-        if type(self) is not AssistantDrafter:
-            return None
-        classes = tuple({type(module) for module in self.head.modules()})
-        found = find_c_draft(self, state, partial(assistant_weights, self.head, state), classes)
+        found = super().c_draft(state)
         if found is None or found.revision.cached("C", lambda: self._agrees(state, found)):
             return found
         logger.info("mmspec: the assistant drafts in torch: its layers compute other than its target's")
@@ -200,14 +239,10 @@ class AssistantDrafter(OwnDrafter):
         same = (mine.tokens == want.tokens)[likely].float().mean()
         return float(difference) <= (0.1 if is_half else 1e-3) and float(same) >= (0.5 if is_half else 0.9)
 
-    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        """See `HeadDrafter`: only the last input of each row is kept, for the root of the next draft."""
-        self.extend_rows(state, inputs, position_ids, counts)
-        state.kv_cache.seq_lens = [n + count for n, count in zip(state.kv_cache.seq_lens, counts, strict=True)]
-
     def extend_rows(
         self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
     ) -> None:
+        """See `HeadDrafter`: only the last input of each row is kept, for the root of the next draft."""
         state.last_hidden = select_last(inputs, counts, state.last_hidden)
 
     def _prefill(self, state: DraftState, prompt: Prompt, first_ids: Tensor) -> None:

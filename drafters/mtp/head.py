@@ -18,6 +18,8 @@ from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import AttentionFn, DraftHead
 from mmspec.drafters.heads.base.visual_inputs import DraftInputs
 from mmspec.drafters.mtp.vocabulary import RowCache
+from mmspec.drafters.training.batch import PackedQueries, TrainBatch
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs, RolloutCache, rollout_loss
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import HeadCache, OwnHead, SharedEmbeddings
 
@@ -56,9 +58,8 @@ class MTPHead(DraftHead):
         zeroed = inputs.next_embeds.masked_fill(is_first, 0)
         return replace(inputs, next_embeds=zeroed, visual_mask=inputs.visual_mask & ~is_first[..., 0])
 
-    def carried(self, states: Tensor) -> Tensor:
-        """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""
-        carried: Tensor = self.output_norm(states)
+    def carried(self, outputs: Tensor) -> Tensor:
+        carried: Tensor = self.output_norm(outputs)
         return carried
 
     def stored_tensors(self) -> dict[str, Tensor]:
@@ -144,3 +145,43 @@ def last_visible(mask: Tensor, window: int) -> Tensor:
     """
     rank = mask.flip(-1).cumsum(-1).flip(-1)
     return mask & (rank <= window)
+
+
+class MTPRollout(RolloutCache):
+    """A rollout, a `mmspec.interfaces.HeadCache`: keys and values of all positions, then of each step."""
+
+    head: MTPHead
+
+    def __init__(self, head: MTPHead, batch: TrainBatch, packed: PackedQueries) -> None:
+        super().__init__(head, packed)
+        self.positions = packed.data.position_ids  # [B, n], or [3, B, n] where the target counts on several axes
+        if head.config.mrope_section and batch.position_ids is not None:
+            axes = batch.position_ids.movedim(1, 0)
+            self.positions = axes.gather(2, self.positions.expand(len(axes), -1, -1))
+        self.mask = packed.causal_mask[:, None]
+
+    def forward(self, inputs: Tensor, offset: int = 0) -> Tensor:
+        head, index, n = self.head, self.packed.query_index, inputs.shape[1]
+        rotary = head.rotate(self.positions + offset, inputs.dtype)
+        if not self.keys:
+            causal = torch.ones(n, n, dtype=torch.bool, device=inputs.device).tril()[None, None]
+            self.positions = self.positions.gather(-1, index.expand(*self.positions.shape[:-1], -1))
+            return gather_rows(head.run_block(inputs, *rotary, causal, self), index)
+        own = torch.eye(n, dtype=torch.bool, device=inputs.device).expand(len(inputs), 1, -1, -1)
+        self.mask = torch.cat((self.mask, own), dim=-1)
+        return head.run_block(inputs, *rotary, self.mask, self)
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `HeadCache`."""
+        self.keys.append(keys)
+        self.values.append(values)
+        return torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2)
+
+
+def mtp_loss(given: LossInputs) -> LossAndMetrics:
+    """Logits of the tokens ahead, over a rollout on its own outputs; results as those of `eagle_loss`.
+
+    The hidden states have no loss: the head's outputs are read through its own norm.
+    """
+    packed = PackedQueries(given.aligned())
+    return rollout_loss(given, MTPRollout(given.draft_model.head, given.batch, packed), has_own_lm_head=True)

@@ -30,8 +30,7 @@ class Mtp(HeadMethod):
     def classes(self) -> HeadClasses:
         from mmspec.drafters.heads.base.config import HeadConfig
         from mmspec.drafters.mtp.drafter import MTPDrafter
-        from mmspec.drafters.mtp.head import MTPHead
-        from mmspec.drafters.mtp.loss import mtp_loss
+        from mmspec.drafters.mtp.head import MTPHead, mtp_loss
 
         return HeadClasses(HeadConfig, MTPHead, MTPDrafter, mtp_loss)
 

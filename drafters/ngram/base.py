@@ -152,12 +152,12 @@ class BestFirstDrafter(Drafter):
         calibration: probabilities of their keys.
     """
 
-    def __init__(self, name: str, sources: Sequence[CandidateSource], calibration: Yields | None = None) -> None:
+    def __init__(self, name: str, sources: Sequence[CandidateSource]) -> None:
         self.name = name
         self.sources = list(sources)
         self.requirements = DrafterRequirements(top_k=max((source.top_k for source in self.sources), default=0))
         priors = {key: prior for source in self.sources for key, prior in source.priors.items()}
-        self.calibration = calibration or Yields(priors)
+        self.calibration = Yields(priors)
         self.vocab_size: int | None = self._known_vocab_size()
         self._node_limits: dict[int, float] = {}  # by batch size
 
@@ -216,7 +216,10 @@ class BestFirstDrafter(Drafter):
         for index, source in enumerate(self.sources):
             if not state.enabled[index]:
                 continue
-            for candidate in self._source_candidates(source, parent_cursors[index], parent_token):
+            cursor = parent_cursors[index]
+            if cursor is None and parent_token is not None:  # a node that only others proposed
+                cursor = source.enter(parent_token)
+            for candidate in () if cursor is None else source.expand(cursor):
                 token, key, child = candidate
                 if token in state.banned_ids:
                     continue
@@ -232,13 +235,6 @@ class BestFirstDrafter(Drafter):
         total = sum(token_probs.values())
         scale = MAX_SIBLING_PROB / total if total > MAX_SIBLING_PROB else 1.0
         return candidates, [(token, prob * scale, (token, cursors[token])) for token, prob in token_probs.items()]
-
-    @staticmethod
-    def _source_candidates(source: CandidateSource, cursor: Any | None, token: int | None) -> Iterable[Candidate]:
-        """One source's candidates at a node, also at a node that only others proposed."""
-        if cursor is None and token is not None:
-            cursor = source.enter(token)
-        return () if cursor is None else source.expand(cursor)
 
     def observe(self, state: BestFirstState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Update the calibration with the candidates at the accepted nodes, and the sources with the emitted tokens.

@@ -8,6 +8,7 @@ trees or of the probability of a candidate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
@@ -65,14 +66,16 @@ class HashChain:
         self.heads: dict[tuple[int, ...], int] = {}
         self.previous = [0]
 
-    def add(self, tokens: list[int], run_length: int) -> None:
-        """Index the last token of `tokens`, of which the last `run_length` contain no barrier."""
-        if run_length < self.ngram_size:
-            self.previous.append(0)
-            return
-        ngram = tuple(tokens[-self.ngram_size :])
-        self.previous.append(self.heads.get(ngram, 0))
-        self.heads[ngram] = len(tokens)
+    def extend(self, tokens: list[int], start: int, run_length: int) -> None:
+        """Index the tokens from `start` on, before which `run_length` contain no barrier, as these do."""
+        size, heads, previous = self.ngram_size, self.heads, self.previous
+        for end in range(start + 1, len(tokens) + 1):
+            if run_length + end - start < size:
+                previous.append(0)
+                continue
+            ngram = tuple(tokens[end - size : end])
+            previous.append(heads.get(ngram, 0))
+            heads[ngram] = end
 
 
 class NgramIndex:
@@ -110,44 +113,29 @@ class NgramIndex:
         self.reference_index: dict[int, list[int]] = {}
         for index, token in enumerate(reference_ids):
             self.reference_index.setdefault(token, []).append(index)
-        for token in (*reference_ids, BARRIER, *prompt_ids) if reference_ids else prompt_ids:
-            self._append(token)
+        self._extend_text([*reference_ids, BARRIER, *prompt_ids] if reference_ids else prompt_ids)
         self.reference_cursor: int | None = 0 if reference_ids else None
         self.reference_match = 0
         self.last_cursor = 0
         self.has_mismatch = False
 
-    def _append(self, token: int) -> None:
-        self.tokens.append(token)
-        self.run_length = 0 if token == BARRIER else self.run_length + 1
-        for chain in self.chains:
-            chain.add(self.tokens, self.run_length)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Append the emitted tokens."""
-        if not self.reference_length and BARRIER not in tokens:
+        if not self.reference_length:
             self._extend_text(tokens)
             return
         for token in tokens:
-            self._append(token)
-            if self.reference_length:
-                self._advance_reference(token)
+            self._extend_text((token,))
+            self._advance_reference(token)
 
     def _extend_text(self, added: Sequence[int]) -> None:
-        """Append tokens without a barrier; the same as one by one, with less work for each."""
-        tokens, run_length = self.tokens, self.run_length
-        start = len(tokens)
-        tokens.extend(added)
-        self.run_length = run_length + len(added)
-        for chain in self.chains:
-            size, heads, previous = chain.ngram_size, chain.heads, chain.previous
-            for end in range(start + 1, len(tokens) + 1):
-                if run_length + end - start < size:
-                    previous.append(0)
-                    continue
-                ngram = tuple(tokens[end - size : end])
-                previous.append(heads.get(ngram, 0))
-                heads[ngram] = end
+        """Append tokens, run by run: an n-gram contains no barrier."""
+        for is_text, run in groupby(added, BARRIER.__ne__):
+            start = len(self.tokens)
+            self.tokens.extend(run)
+            for chain in self.chains:
+                chain.extend(self.tokens, start, self.run_length if is_text else -len(self.tokens))
+            self.run_length = self.run_length + len(self.tokens) - start if is_text else 0
 
     def _advance_reference(self, token: int) -> None:
         """Move the reference cursor past `token`; where the reference differs, search the position again."""
@@ -184,11 +172,6 @@ class NgramIndex:
         while length < max_length and index >= 0 and tokens[index] == tokens[last] != BARRIER:
             length, index, last = length + 1, index - 1, last - 1
         return length
-
-    def longest_match(self) -> int:
-        """Length of the latest long match of the last tokens; 0 without one. A fraction of the work of a draft."""
-        end = self.chains[0].previous[-1]
-        return self._match_length(end, NGRAM_SIZES[0], MAX_MATCH) if end else 0
 
     def find_matches(self) -> list[Match]:
         """Positions to continue from: longest match first, then latest.

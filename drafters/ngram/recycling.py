@@ -1,19 +1,14 @@
 """Token Recycling (arXiv 2408.08696): the ids of the largest logits after each token, from its last scored occurrence.
 
-The table is shared by all rows and calls, and can be saved. Rejected nodes update it like accepted ones. The module
+The table is shared by all rows and calls. Rejected nodes update it like accepted ones. The module
 knows nothing of trees or of the probability of a candidate.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
-
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
 from mmspec.drafters.ngram.lookup import PromptLookup
@@ -56,10 +51,6 @@ class SuccessorTable:
         self.vocab_size = vocab_size
         self._entries: dict[int, Entry] = {}
         self._lock = new_lock()
-
-    def __len__(self) -> int:
-        """Number of tokens with successors."""
-        return len(self._entries)
 
     def successors(self, token: int) -> tuple[int, ...]:
         """Successors of a token, most likely first."""
@@ -151,42 +142,6 @@ class SuccessorTable:
         old = self._entries.get(token)
         return min(old[0] + 1, MAX_STABLE) if old is not None and old[1][0] == first else 0
 
-    def reset(self) -> None:
-        """Remove all successors; the vocabulary size stays."""
-        with self._lock:
-            self._entries.clear()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table to a safetensors file."""
-        with self._lock:
-            entries = sorted(self._entries.items())
-        rows = [ids + (-1,) * (TOP_K - len(ids)) for _, (_, ids) in entries]
-        tensors = {
-            "tokens": torch.tensor([token for token, _ in entries], dtype=torch.int32),
-            "steady": torch.tensor([num_stable for _, (num_stable, _) in entries], dtype=torch.int8),
-            "successors": torch.tensor(rows, dtype=torch.int32).view(-1, TOP_K),
-        }
-        save_file(tensors, path, metadata={"vocab_size": str(self.vocab_size or 0)})
-
-    def load(self, path: str | os.PathLike[str]) -> SuccessorTable:
-        """Replace the table by a saved one.
-
-        Returns:
-            This object.
-
-        Raises:
-            ValueError: the file is not a saved table, is damaged, or is for another vocabulary size.
-        """
-        vocab_size, entries = _read_table(path)
-        with self._lock:
-            if self.vocab_size is not None and self.vocab_size != vocab_size:
-                raise ValueError(
-                    f"a table serves one vocabulary: {os.fspath(path)} holds ids of {vocab_size} tokens, this drafter "
-                    f"has served a target of {self.vocab_size}; load it into a new drafter."
-                )
-            self.vocab_size, self._entries = vocab_size or None, entries
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> SuccessorTable:
         copy = SuccessorTable(self.vocab_size)
         with self._lock:
@@ -195,37 +150,11 @@ class SuccessorTable:
         return copy
 
 
-def _read_table(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
-    """(V, entries) of a saved table, checked."""
-    with safe_open(path, framework="pt") as file:
-        missing = {"tokens", "steady", "successors"} - set(file.keys())
-        if missing:
-            raise ValueError(f"{os.fspath(path)} is not a saved table: it lacks {sorted(missing)}.")
-        vocab_size = int((file.metadata() or {}).get("vocab_size", 0))
-        columns = [file.get_tensor(name).tolist() for name in ("tokens", "steady", "successors")]
-    entries: dict[int, Entry] = {}
-    for token, num_stable, padded in zip(*columns, strict=True):
-        ids = tuple(i for i in padded[:TOP_K] if i >= 0)
-        is_beyond_vocab = vocab_size and max((token, *ids)) >= vocab_size
-        if is_beyond_vocab or token < 0 or not ids or not 0 <= num_stable <= MAX_STABLE:
-            raise ValueError(f"{os.fspath(path)} is damaged: token {token} of {vocab_size} has successors {padded}.")
-        entries[token] = (num_stable, ids)
-    return vocab_size, entries
+def recycling() -> BestFirstDrafter:
+    """The drafter over a `SuccessorTable` alone."""
+    return BestFirstDrafter("recycling", [SuccessorTable()])
 
 
-def recycling(table: SuccessorTable | None = None) -> BestFirstDrafter:
-    """The drafter over a `SuccessorTable` alone.
-
-    Args:
-        table: a table that was loaded or is shared; None for an empty one.
-    """
-    return BestFirstDrafter("recycling", [SuccessorTable() if table is None else table])
-
-
-def hybrid(table: SuccessorTable | None = None) -> BestFirstDrafter:
-    """Drafter `hybrid`: the union of prompt lookup and token recycling under one node budget.
-
-    Args:
-        table: a table that was loaded or is shared; None for an empty one.
-    """
-    return BestFirstDrafter("hybrid", [PromptLookup(), SuccessorTable() if table is None else table])
+def hybrid() -> BestFirstDrafter:
+    """Drafter `hybrid`: the union of prompt lookup and token recycling under one node budget."""
+    return BestFirstDrafter("hybrid", [PromptLookup(), SuccessorTable()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,20 +47,9 @@ class TrainBatch:
         """Bytes of all hidden states, embeddings and masks."""
         return sum(part.nbytes for part in (*self.tensors(), *self.aux_hidden_states.values()))
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether no hidden state and no embedding is infinite or not a number."""
-        parts = (self.inputs_embeds, self.hidden_states, *self.aux_hidden_states.values())
-        return all(bool(torch.isfinite(part).all()) for part in parts)
-
     def float(self) -> TrainBatch:
         """With hidden states and embeddings in float32."""
-        return replace(
-            self,
-            inputs_embeds=self.inputs_embeds.float(),
-            hidden_states=self.hidden_states.float(),
-            aux_hidden_states={layer: states.float() for layer, states in self.aux_hidden_states.items()},
-        )
+        return self._map(lambda part: part.float() if part.is_floating_point() else part)
 
     def select_hidden_states(self, layers: Sequence[int]) -> Tensor:
         """[B, L, S] the hidden states of these layers, concatenated; those after the final norm if none is named."""
@@ -79,9 +68,13 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """A copy on a device."""
-        aux = {layer: states.to(device) for layer, states in self.aux_hidden_states.items()}
-        tensors = (part.to(device) for part in self.tensors())
-        positions = None if self.position_ids is None else self.position_ids.to(device)
+        return self._map(lambda part: part.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
+        """With all tensors changed."""
+        aux = {layer: change(states) for layer, states in self.aux_hidden_states.items()}
+        positions = None if self.position_ids is None else change(self.position_ids)
+        tensors = map(change, self.tensors())
         return TrainBatch(*tensors, grids=self.grids, aux_hidden_states=aux, position_ids=positions)
 
     def tensors(self) -> tuple[Tensor, ...]:

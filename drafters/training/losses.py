@@ -101,8 +101,7 @@ class LossInputs:
 
     def accumulator(self, data: HeadInputsAndLabels, has_own_lm_head: bool = False) -> LossAccumulator:
         """An empty sum; `has_own_lm_head`: the head's outputs are read by its own `logits`."""
-        own = self.draft_model if has_own_lm_head else None
-        return LossAccumulator(self.shared_embeddings, self.weights, data.compressor_loss, own)
+        return LossAccumulator(self, data.compressor_loss, has_own_lm_head)
 
 
 class LossAccumulator:
@@ -114,26 +113,18 @@ class LossAccumulator:
             positions of each `ttt_step` or slot whose argmax is the target's; `compressor_loss`, if there is one.
     """
 
-    def __init__(
-        self,
-        shared_embeddings: SharedEmbeddings,
-        weights: LossWeights,
-        compressor_loss: Tensor | None = None,
-        draft_model: DraftModel | None = None,
-    ) -> None:
+    def __init__(self, given: LossInputs, compressor_loss: Tensor | None, has_own_lm_head: bool) -> None:
         """
         Args:
-            shared_embeddings: of the target.
-            weights: of the parts of the loss.
+            given: inputs of the loss.
             compressor_loss: what the compressor adds, or None.
-            draft_model: whose head has an LM head of its own; there is no loss on hidden states then. None: the head's
-                outputs are read by the target's LM head.
+            has_own_lm_head: the head's outputs are read by its own `logits`, and there is no loss on hidden states;
+                else they are read by the target's LM head.
         """
-        self.shared_embeddings = shared_embeddings
-        self.weights = weights
+        self.shared_embeddings, self.weights = given.shared_embeddings, given.weights
         self.compressor_loss = compressor_loss
-        self.own_head = None if draft_model is None else draft_model.head
-        self.draft_ids = None if draft_model is None else draft_model.draft_ids
+        self.own_head = given.draft_model.head if has_own_lm_head else None
+        self.draft_ids = given.draft_model.draft_ids if has_own_lm_head else None
         self.path_probability: Tensor | None = None  # [B, m] that the draft tokens so far are accepted, for "path"
         self.total: Tensor | float = 0.0
         self.metrics: dict[str, float] = {}
@@ -254,10 +245,6 @@ class RolloutCache:
         outputs: Tensor = self.head(inputs, cos, sin, self._attend, self.packed.query_index if is_first else None)
         return outputs
 
-    def carried(self, outputs: Tensor) -> Tensor:
-        """[B, m, D] what the head reads of its outputs in the next `ttt_step`."""
-        return outputs
-
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self._append(queries.shape[1] // keys.shape[1], keys, values)
         if len(self.keys) == 1:
@@ -300,5 +287,12 @@ def rollout_loss(given: LossInputs, cache: RolloutCache, has_own_lm_head: bool =
         mask = packed.loss_mask_at(ttt_step)
         loss.add(ttt_step, outputs[mask], packed.gather(shift(data.target_hidden, ttt_step))[mask], mask=mask)
         if ttt_step + 1 < given.weights.ttt_steps:
-            inputs = head.fuse(packed.gather(shift(data.next_embeds, ttt_step + 1)), cache.carried(outputs))
+            inputs = head.fuse(packed.gather(shift(data.next_embeds, ttt_step + 1)), head.carried(outputs))
     return loss.result()
+
+
+def eagle_loss(given: LossInputs) -> LossAndMetrics:
+    """The loss of a head that predicts one token per forward (EAGLE, MSD, EAGLE-3)."""
+    head = given.draft_model.head
+    cache = RolloutCache(head, PackedQueries(given.aligned()))
+    return rollout_loss(given, cache, has_own_lm_head=bool(head.config.draft_vocab_size))

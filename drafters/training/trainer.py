@@ -165,7 +165,7 @@ class Trainer:
             name: {
                 "architecture": model.architecture,
                 "visual_mode": model.visual_mode,
-                **_compressor_settings(model),
+                **({} if model.compressor is None else {"compressor": compressor_label(model.compressor)}),
                 **asdict(model.head.config),
             }
             for name, model in self.draft_models.items()
@@ -308,7 +308,3 @@ class Trainer:
         row = {"step": self.step} | {name: round(value, 5) for name, value in metrics.items()}
         with (self.folder / LOG_NAME).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def _compressor_settings(model: DraftModel) -> dict[str, str]:
-    return {} if model.compressor is None else {"compressor": compressor_label(model.compressor)}

@@ -18,14 +18,11 @@ from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
-from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
-from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
-from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
-from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelHead
+from mmspec.drafters.heads.falcon.head import FalconDrafter, FalconHead
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashDrafter, FlashHead
+from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelDrafter, ParallelHead
 from mmspec.drafters.heads.registry import methods
-from mmspec.drafters.heads.vispec.drafter import VispecDrafter
-from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
+from mmspec.drafters.heads.vispec.head import VispecConfig, VispecDrafter, VispecHead
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import init_compressor
 

@@ -40,15 +40,13 @@ from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
-from mmspec.drafters.heads.eagle.loss import eagle_loss
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
 from mmspec.drafters.heads.registry import find_method
-from mmspec.drafters.heads.vispec.drafter import VispecDrafter
-from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
+from mmspec.drafters.heads.vispec.head import VispecConfig, VispecDrafter, VispecHead
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor

@@ -17,7 +17,12 @@ from mmspec.engine.kv_cache import RaggedKVCache
 class CachedAttention:
     """Attention over the cache and the new positions, which are appended to it; an `AttentionFn`.
 
-    Attributes: see `cached_attention`; layer: of the cache, 0 but for heads of several.
+    Attributes:
+        kv_cache: of the head, after `begin_forward`.
+        mask: [B, 1, n or 1, keys] bool, True where a query attends; None for all keys.
+        num_cached: first positions of the forward whose keys and values are in the cache already; they only bring
+            queries.
+        layer: of the cache, 0 but for heads of several.
     """
 
     kv_cache: RaggedKVCache
@@ -36,20 +41,8 @@ class CachedAttention:
         return self.kv_cache.write(self.layer, keys[:, :, self.num_cached :], values[:, :, self.num_cached :])
 
 
-def cached_attention(kv_cache: RaggedKVCache, mask: Tensor | None, num_cached: int = 0) -> CachedAttention:
-    """Attention over the cache and the new positions, which are appended to it.
-
-    Args:
-        kv_cache: a cache of one layer, after `begin_forward`.
-        mask: [B, 1, n or 1, keys] bool, True where a query attends; None for all keys.
-        num_cached: first positions of the forward whose keys and values are in the cache already; they only bring
-            queries.
-    """
-    return CachedAttention(kv_cache, mask, num_cached)
-
-
 def causal_mask(kv_cache: RaggedKVCache, n: int, device: torch.device) -> Tensor | None:
-    """Mask for `cached_attention` of n new positions that attend to the cache and to those before them.
+    """Mask for `CachedAttention` of n new positions that attend to the cache and to those before them.
 
     Returns:
         [B, 1, n, keys] bool, or None if every key may be attended to.

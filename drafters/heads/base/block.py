@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mmspec.drafters.heads.base.block_tree import PathTable
+from mmspec.drafters.heads.base.block_tree import path_table
 from mmspec.drafters.heads.base.drafter import HeadDrafter
-from mmspec.drafters.heads.base.expand import LevelExpander, PairExpander, expand_levels
+from mmspec.drafters.heads.base.expand import LevelExpander
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.rerank import select_nodes
@@ -22,11 +21,10 @@ class BlockDrafter(HeadDrafter):
 
     Hooks, besides those of `HeadDrafter`:
         block_features: features of the k positions, where they are not computed in C. Abstract.
-        expander: level-by-level expansion, if a position depends on the token before it. Default: None, it does not.
+        expander: of the positions, if one depends on the token before it. Default: None, it does not.
 
     Attributes:
         block_size: k, tokens per forward.
-        path_tables: cached by (block size, tree size, vocabulary size, device).
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class BlockDrafter(HeadDrafter):
             raise ValueError(f"block_size must be 1 to {limit}, for which this head was trained; got {block_size}.")
         super().__init__(head, visual_mode, **options | {"max_depth": 1})
         self.block_size = self.tokens_per_level = self.max_depth = block_size
-        self.path_tables: dict[tuple[int, int, int, torch.device], PathTable] = {}
 
     @abstractmethod
     def block_features(self, state: DraftState) -> Tensor:
@@ -62,16 +59,8 @@ class BlockDrafter(HeadDrafter):
         features = self.block_features(state)
         return features, self.head.logits(features, state.shared_embeddings, state.draft_lm_head).float()
 
-    def expander(self, state: DraftState) -> LevelExpander | None:
-        """Expands the tree level by level, if a position's logits depend on the token before it; None if not."""
+    def expander(self, state: DraftState, top_k: int) -> LevelExpander | None:
         return None
-
-    def path_table(self, state: DraftState, max_nodes: int, block_size: int) -> PathTable:
-        """Candidate paths for a tree of `max_nodes` nodes, the root included."""
-        key = (block_size, max_nodes, state.logit_bias.shape[0], state.logit_bias.device)
-        if key not in self.path_tables:
-            self.path_tables[key] = PathTable.build(block_size, max_nodes - 1, key[2], key[3])
-        return self.path_tables[key]
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Level by level if positions are sequential, else the likeliest nodes of the product of their distributions.
@@ -82,21 +71,12 @@ class BlockDrafter(HeadDrafter):
             num_levels: not used: the block size is the depth.
         """
         block_size = min(self.block_size, max_nodes - 1)
-        top_k = self.top_k_of(state)
-        if state.c_draft is not None:
-            tree = state.c_draft.tree(state, top_k, max_nodes, block_size)
-            if tree is not None:
-                return tree
-        expander = self.expander(state)
-        if state.c_draft is not None and isinstance(expander, PairExpander):
-            tree = state.c_draft.tree(state, top_k, max_nodes, block_size, expander)
-            if tree is not None:
-                return tree
-        if expander is not None:
-            return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=block_size)
+        tree = self.level_tree(state, max_nodes, block_size)
+        if tree is not None:
+            return tree
         logits = self.block(state)[1][:, :block_size] + state.logit_bias
         log_probs = state.log_probs(logits, state.log_noise(block_size))
-        table = self.path_table(state, max_nodes, block_size)
+        table = path_table(block_size, max_nodes - 1, len(state.logit_bias), state.logit_bias.device)
         root_log_probs = log_probs.new_zeros(log_probs.shape[0], 1)
         tokens, path_log_probs, _ = table.score_paths(log_probs[:, None], root_log_probs)
         tokens, path_log_probs = tokens[:, 0], path_log_probs[:, 0]

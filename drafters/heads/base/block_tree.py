@@ -8,7 +8,7 @@ on k and N alone holds every candidate (`candidate_paths`), and one top-k over t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.nn import functional
 from mmspec.drafters.rerank import LEVEL_PENALTY
 
 
-@lru_cache(maxsize=64)
 def candidate_paths(block_size: int, num_nodes: int) -> tuple[tuple[int, ...], ...]:
     """Every path of ranks, up to `block_size` long, that can be among the `num_nodes` most likely; parents first.
 
@@ -43,7 +42,6 @@ class PathTable:
     """`candidate_paths` as tensors: P paths, F of them of full length k.
 
     Attributes:
-        block_size: k.
         top_k: K, number of ranks per position that occur in a path.
         path_lengths: [P] int64, from 1.
         score_indices: [P, k] int64 into the flat [k * (K + 1)] log probabilities; column K is 0, for the
@@ -54,7 +52,6 @@ class PathTable:
         token_indices: [F, k] int64 into the flat [k * K] ids: every token of those.
     """
 
-    block_size: int
     top_k: int
     path_lengths: Tensor
     score_indices: Tensor
@@ -62,32 +59,6 @@ class PathTable:
     parents: Tensor
     full_paths: Tensor
     token_indices: Tensor
-
-    @classmethod
-    def build(cls, block_size: int, num_nodes: int, vocab_size: int, device: torch.device) -> PathTable:
-        """The table for the `num_nodes` most likely paths (the root not counted) over a vocabulary."""
-        paths = [path for path in candidate_paths(block_size, num_nodes) if max(path) < vocab_size]
-        top_k = max(map(max, paths)) + 1
-        index = {path: number for number, path in enumerate(paths)}
-        scores = [
-            [i * (top_k + 1) + (path[i] if i < len(path) else top_k) for i in range(block_size)] for path in paths
-        ]
-        full = [number for number, path in enumerate(paths) if len(path) == block_size]
-        tokens = [[i * top_k + paths[number][i] for i in range(block_size)] for number in full]
-
-        def to_tensor(values: list[int] | list[list[int]]) -> Tensor:
-            return torch.tensor(values, device=device, dtype=torch.long)
-
-        return cls(
-            block_size=block_size,
-            top_k=top_k,
-            path_lengths=to_tensor([len(path) for path in paths]),
-            score_indices=to_tensor(scores),
-            last_indices=to_tensor([(len(path) - 1) * top_k + path[-1] for path in paths]),
-            parents=to_tensor([index.get(path[:-1], -1) for path in paths]),
-            full_paths=to_tensor(full),
-            token_indices=to_tensor(tokens).view(-1, block_size),
-        )
 
     def score_paths(self, log_probs: Tensor, node_log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Score every path below each of W nodes.
@@ -105,3 +76,27 @@ class PathTable:
         values = functional.pad(values, (0, 1)).flatten(2)
         path_log_probs = values[..., self.score_indices].sum(-1) + node_log_probs[..., None]
         return ids[..., self.last_indices], path_log_probs - LEVEL_PENALTY * self.path_lengths, ids
+
+
+@cache  # recordings read the tensors of a table: none is ever dropped
+def path_table(block_size: int, num_nodes: int, vocab_size: int, device: torch.device) -> PathTable:
+    """The table for the `num_nodes` most likely paths (the root not counted) over a vocabulary."""
+    paths = [path for path in candidate_paths(block_size, num_nodes) if max(path) < vocab_size]
+    top_k = max(map(max, paths)) + 1
+    index = {path: number for number, path in enumerate(paths)}
+    scores = [[i * (top_k + 1) + (path[i] if i < len(path) else top_k) for i in range(block_size)] for path in paths]
+    full = [number for number, path in enumerate(paths) if len(path) == block_size]
+    tokens = [[i * top_k + paths[number][i] for i in range(block_size)] for number in full]
+
+    def to_tensor(values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, device=device, dtype=torch.long)
+
+    return PathTable(
+        top_k=top_k,
+        path_lengths=to_tensor([len(path) for path in paths]),
+        score_indices=to_tensor(scores),
+        last_indices=to_tensor([(len(path) - 1) * top_k + path[-1] for path in paths]),
+        parents=to_tensor([index.get(path[:-1], -1) for path in paths]),
+        full_paths=to_tensor(full),
+        token_indices=to_tensor(tokens).view(-1, block_size),
+    )

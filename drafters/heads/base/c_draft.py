@@ -7,7 +7,7 @@ give the same trees up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mmspec.drafters.heads.base.drafter import HeadDrafter
     from mmspec.drafters.heads.base.expand import PairExpander
 
-KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm))
+KNOWN_CLASSES = (nn.Linear, nn.Embedding, RMSNorm)
 """Classes of the modules in a head and of the target's embeddings, besides the head's own."""
 
 
@@ -41,22 +41,14 @@ class CDraft:
         revision: of the modules whose weights it reads.
     """
 
-    def __init__(
-        self,
-        head: CHead,
-        modules: list[nn.Module],
-        anchors: Callable[[DraftState], Tensor | None],
-        layer_types: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, head: CHead, modules: list[nn.Module], layer_types: Sequence[str] = ()) -> None:
         """
         Args:
             head: the head in C.
             modules: all whose weights it reads, the head first.
-            anchors: of a state, the [B] tokens with which the next blocks begin, or None.
             layer_types: of an assistant's layers; empty for heads with keys of their own.
         """
         self._head = head
-        self._anchors = anchors
         self._layer_types = layer_types
         self.revision = revision_of(modules[0], modules)
 
@@ -139,7 +131,7 @@ class CDraft:
             caches, lengths = kv_cache.common_buffers(), kv_cache.seq_lens
         if not caches:
             return None
-        anchors, last_hidden = self._anchors(state), state.last_hidden
+        anchors, last_hidden = state.carry if self._head.reads_anchors else None, state.last_hidden
         if rows is not None:
             lengths, positions = ([values[row] for row in rows] for values in (lengths, positions))
             anchors, padding = (None if part is None else part[rows] for part in (anchors, padding))
@@ -162,21 +154,13 @@ def _spread(computed: Tensor, rows: list[int], whole: Tensor) -> Tensor:
     return whole
 
 
-def find_c_draft(
-    drafter: HeadDrafter,
-    state: DraftState,
-    weights: Callable[[], HeadWeights | None],
-    classes: tuple[type, ...] = (),
-    anchors: Callable[[DraftState], Tensor | None] = lambda state: None,
-) -> CDraft | None:
+def find_c_draft(drafter: HeadDrafter, state: DraftState, classes: tuple[type, ...]) -> CDraft | None:
     """The drafts of a call in C; None if the head or the call is not for them.
 
     Args:
         drafter: with the head.
         state: of the call, after the prompt.
-        weights: of the head, called once its modules are known; None if it is not for C.
-        classes: further classes of modules in the head.
-        anchors: see `CDraft`.
+        classes: of the head and its modules, besides `KNOWN_CLASSES`.
     """
     kernel, head, shared = active_kernel(), drafter.head, state.shared_embeddings
     modules, embed_tokens = [*head.modules(), shared.embed_tokens, shared.lm_head], shared.embed_tokens
@@ -187,9 +171,10 @@ def find_c_draft(
         if target is None or drafter.own_embeddings is not None:
             return None
         scale, classes = target.embed_scale, (*classes, type(embed_tokens))
-    if kernel is None or not _are_known(modules, (type(head), *classes)):
+    known = (*KNOWN_CLASSES, *classes)
+    if kernel is None or any(type(module) not in known for module in modules) or not run_plain_forwards(modules):
         return None
-    if embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := weights()) is None:
+    if embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := drafter.c_weights(state)) is None:
         return None
     rotary = partial(head.rotary_embedding, dtype=state.last_hidden.dtype)
     scale = scale if found.embed_scale is None else found.embed_scale
@@ -198,13 +183,7 @@ def find_c_draft(
         c_head = CHead(kernel, shape, found, found.rotaries or [rotary] * len(found.layers))
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
-    return CDraft(c_head, modules, anchors, () if found.assistant is None else found.assistant.layer_types)
-
-
-def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool:
-    """Whether modules are of known classes, and `run_plain_forwards`."""
-    is_known = all(type(module) in KNOWN_CLASSES or type(module) in head_classes for module in modules)
-    return is_known and run_plain_forwards(modules)
+    return CDraft(c_head, modules, () if found.assistant is None else found.assistant.layer_types)
 
 
 def _shape(config: HeadConfig, weights: HeadWeights) -> DecoderShape:
@@ -239,21 +218,3 @@ def shared_weights(state: DraftState) -> dict[str, Any]:
 def own_lm_head(weight: Tensor) -> dict[str, Any]:
     """Attributes of `HeadWeights` of an LM head whose logits are left as they are."""
     return {"lm_head": weight, "lm_head_bias": None, "logit_scale": 1.0, "logit_softcap": 0.0}
-
-
-def split_projections(layer: Any, sizes: tuple[int, int, int], has_mlp: bool = True) -> dict[str, Any]:
-    """Attributes of `LayerWeights` but the norms and `o`: views of a layer's fused projections.
-
-    Args:
-        layer: with `qkv_proj`, and `gate_up_proj` and `down_proj` if it `has_mlp`.
-        sizes: heads of queries, keys and values.
-        has_mlp: whether it has a feed-forward.
-    """
-    widths = [number * (layer.qkv_proj.out_features // sum(sizes)) for number in sizes]
-    parts: dict[str, Any] = dict(zip("qkv", layer.qkv_proj.weight.split(widths), strict=True))
-    bias = layer.qkv_proj.bias
-    biases = (None, None, None) if bias is None else bias.split(widths)
-    gate, up = layer.gate_up_proj.weight.chunk(2) if has_mlp else (None, None)
-    parts |= {f"{name}_bias": part for name, part in zip("qkv", biases, strict=True)}
-    parts |= {"gate": gate, "up": up, "down": layer.down_proj.weight if has_mlp else None}
-    return parts | dict.fromkeys(("gate_bias", "up_bias", "down_bias"))

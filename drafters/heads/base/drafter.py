@@ -7,14 +7,17 @@ never in a round.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.heads.base.c_draft import CDraft
+from mmspec.cpu.draft_types import HeadWeights
+from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
+from mmspec.drafters.heads.base.expand import AutoregressiveExpander, LevelExpander, PairExpander, expand_levels
 from mmspec.drafters.heads.base.reader import HeadReader
 from mmspec.drafters.heads.base.recorded import find_recorded_draft
 from mmspec.drafters.heads.base.state import DraftState, Pending
@@ -38,15 +41,18 @@ class HeadDrafter(HeadReader, Drafter, ABC):
     (`read_prompt`, `read_pending`, `draft_tree`), the target verifies, `observe`.
 
     Hooks, besides those of `HeadReader`:
-        draft_tree: the tree of one draft, after `read_pending`. Abstract.
-        c_draft: the head in C, for `draft_tree` and in place of `extend_context`. Default: None.
+        draft_tree: the tree of one draft, after `read_pending`. Default: level by level, by the `expander`.
+        expander: grows that tree. Default: one forward of the head per level.
+        c_classes: classes of the head and of its modules, for a class of drafters whose heads are computed in C, in
+            `draft_tree` and in place of `extend_context`; not for its subclasses. None: any classes (those of the
+            target's own layers). Default: none.
+        c_weights: of such a head. Default: None.
         records_drafts: whether `follow_tokens`, `extend_rows`, `draft_tree` are functions of tensors. Default: False.
-        state_class: of the state of a call, for methods with tensors of their own. Default: `DraftState`.
 
     `draft_tree` may use `logits`, `rotary_embedding`, `top_k_of`, and the methods of `DraftState`.
     """
 
-    state_class: type[DraftState] = DraftState
+    c_classes: ClassVar[tuple[type, ...] | None] = ()
     records_drafts = False
 
     @property
@@ -86,14 +92,14 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         if prompt.chooser is not None:
             levels = self.max_levels, self.tokens_per_level, self.min_levels
             prompt.chooser.sources = [Source(self.name, None, self.prior_acceptance, HEAD_STEP, *levels)]
-        return self.state_class(
+        return DraftState(
             shared_embeddings=shared_embeddings,
             kv_cache=RaggedKVCache(batch, max_length=1 << 30),
             logit_bias=logit_bias if draft_ids is None else logit_bias[draft_ids],
             draft_ids=draft_ids,
             prompt=prompt,
             next_positions=[0] * batch,
-            last_hidden=hidden_states.new_zeros(batch, self.head.output_size),
+            last_hidden=hidden_states.new_zeros(batch, self.head.config.hidden_size),
             noise=prompt.noise,
             temperature=prompt.temperature,
             chooser=prompt.chooser,
@@ -167,7 +173,6 @@ class HeadDrafter(HeadReader, Drafter, ABC):
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """The tree of one draft, from the state after `read_pending`.
 
@@ -176,9 +181,39 @@ class HeadDrafter(HeadReader, Drafter, ABC):
             max_nodes: size of the tree, the root included.
             num_levels: levels (Falcon: blocks) to draft.
         """
+        tree = self.level_tree(state, max_nodes, num_levels)
+        assert tree is not None
+        return tree
+
+    def level_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree | None:
+        """The `top_k` most likely nodes of each level are expanded, then all re-ranked (EAGLE-2, section 4); arguments
+        as of `draft_tree`. None without an expander."""
+        top_k = self.top_k_of(state)
+        tree = None if state.c_draft is None else state.c_draft.tree(state, top_k, max_nodes, num_levels)
+        if tree is not None:
+            return tree
+        expander = self.expander(state, top_k)
+        if state.c_draft is not None and isinstance(expander, PairExpander):
+            tree = state.c_draft.tree(state, top_k, max_nodes, num_levels, expander)
+            if tree is not None:
+                return tree
+        if expander is None:
+            return None
+        return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
+
+    def expander(self, state: DraftState, top_k: int) -> LevelExpander | None:
+        """Expands the coming tree, `top_k` nodes of each level."""
+        return AutoregressiveExpander(self, state, top_k)
 
     def c_draft(self, state: DraftState) -> CDraft | None:
         """The head of this call in C, after the prompt; None if it runs in its own forward."""
+        classes = vars(type(self)).get("c_classes", ())
+        if classes is None:
+            classes = tuple({type(module) for module in self.head.modules()})
+        return find_c_draft(self, state, classes) if type(self.head) in classes else None
+
+    def c_weights(self, state: DraftState) -> HeadWeights | None:
+        """Weights of a head of `c_classes`; None with settings that are not implemented in C."""
         return None
 
     def read_prompt(self, state: DraftState) -> None:

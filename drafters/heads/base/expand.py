@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.drafters.heads.base.attention import CachedAttention, cached_attention
+from mmspec.drafters.heads.base.attention import CachedAttention
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool
 from mmspec.engine.tree import DraftTree
@@ -173,7 +173,7 @@ class AutoregressiveExpander(ExpanderDefaults):
         """See `LevelExpander`; all [B, W * positions_per_node, D]."""
         drafter, kv_cache, k = self.drafter, self.state.kv_cache, self.positions_per_node
         self.ancestor_mask = torch.cat((self.ancestor_mask, self.self_mask), dim=-1)
-        inputs = drafter.fuse(self.state, inputs_embeds, parent_hidden)
+        inputs = drafter.fuse(self.state, inputs_embeds, drafter.head.carried(parent_hidden))
         offsets = slice((level - 1) * k, level * k)
         cos, sin = self.cos[:, :, offsets], self.sin[:, :, offsets]
         mask = torch.cat((self.context_mask, self.ancestor_mask), dim=-1)
@@ -187,7 +187,7 @@ class AutoregressiveExpander(ExpanderDefaults):
 
     def attention(self, level: int, mask: Tensor) -> CachedAttention:
         """Attention of the nodes of a level with the mask [B, 1, W, keys]."""
-        return cached_attention(self.state.kv_cache, mask)
+        return CachedAttention(self.state.kv_cache, mask)
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
         return self.drafter.logits(self.state, hidden_states)

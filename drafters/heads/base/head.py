@@ -62,11 +62,6 @@ class DraftHead(nn.Module):
         """Hidden states it reads of a target of that many layers (`DrafterRequirements.hidden_state_indices`)."""
         return (num_layers,)
 
-    @property
-    def output_size(self) -> int:
-        """Numbers per position that it outputs."""
-        return self.config.hidden_size
-
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
         """[V', D] weights of the LM head for these ids, as `logits` takes them."""
         return shared_embeddings.lm_head_rows(draft_ids)
@@ -95,6 +90,10 @@ class DraftHead(nn.Module):
         """[..., D] layer inputs of text: `fc` of [embedding of the next token ; hidden state before it]."""
         fused: Tensor = self.fc(torch.cat((inputs_embeds, hidden_states), dim=-1))
         return fused
+
+    def carried(self, outputs: Tensor) -> Tensor:
+        """[..., S] what is read of the head's outputs [..., D] in place of hidden states, at draft tokens."""
+        return outputs
 
     def rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [..., d], of position ids [...] as in Llama."""

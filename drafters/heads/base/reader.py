@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.heads.base.attention import CachedAttention, cached_attention, causal_mask, select_last
+from mmspec.drafters.heads.base.attention import CachedAttention, causal_mask, select_last
 from mmspec.drafters.heads.base.compressed_inputs import compressed_prompt_inputs
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.positions import prompt_axes
@@ -38,9 +38,8 @@ class HeadReader:
     """A trained head and what it reads; `HeadDrafter` drafts with it. A method overrides its hooks.
 
     Hooks:
-        extend_context: one forward of the head over committed positions, never over draft nodes. Default: causal
-            attention over its KV cache.
-        extend_rows: the part of it that follows a prompt, which may be recorded. Default: the same.
+        extend_prompt, extend_rows: one forward of the head over the positions of a prompt, or behind them, never over
+            draft nodes; the second may be recorded. Default: causal attention over its KV cache.
         run_rows: the forward in both. Default: the head's.
         follow_tokens: what else depends on the tokens that are read. Default: nothing.
         fuse: inputs of the head at text positions and at draft nodes. Default: `DraftHead.fuse`.
@@ -127,11 +126,6 @@ class HeadReader:
         """Let visual tokens enter the head in this way from now on."""
         self.visual_mode = visual_mode
 
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """What else than weights a draft depends on: recordings are of one value."""
-        return (self.visual_mode,)
-
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
@@ -143,17 +137,20 @@ class HeadReader:
             position_ids: [B, n]; of a prompt [3, B, n] if the head has `mrope_section`.
             counts: number of valid inputs of each row.
         """
+        extend = self.extend_rows if any(state.kv_cache.seq_lens) else self.extend_prompt
+        extend(state, inputs, position_ids, counts)
+        lengths = state.kv_cache.seq_lens
+        state.kv_cache.seq_lens = [length + count for length, count in zip(lengths, counts, strict=True)]
+
+    def extend_prompt(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        """The same of a prompt, of which only the last output is used; the lengths of the cache stay."""
         kv_cache, n, device = state.kv_cache, inputs.shape[1], inputs.device
-        if not any(kv_cache.seq_lens):  # a prompt, of which only the last output is used
-            kv_cache.begin_forward(n)
-            rotary = self.rotary_embedding(state, position_ids)
-            last = from_host([max(0, count - 1) for count in counts], device)[:, None]
-            mask = None if min(counts) == n else (torch.arange(n, device=device) <= last)[:, None, None]
-            outputs = self.run_rows(state, inputs, rotary, cached_attention(kv_cache, mask), last)
-            state.last_hidden = select_last(outputs, [min(count, 1) for count in counts], state.last_hidden)
-        else:
-            self.extend_rows(state, inputs, position_ids, counts)
-        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+        kv_cache.begin_forward(n)
+        rotary = self.rotary_embedding(state, position_ids)
+        last = from_host([max(0, count - 1) for count in counts], device)[:, None]
+        mask = None if min(counts) == n else (torch.arange(n, device=device) <= last)[:, None, None]
+        outputs = self.run_rows(state, inputs, rotary, CachedAttention(kv_cache, mask), last)
+        state.last_hidden = select_last(outputs, [min(count, 1) for count in counts], state.last_hidden)
 
     def extend_rows(
         self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
@@ -162,7 +159,7 @@ class HeadReader:
         kv_cache, n = state.kv_cache, inputs.shape[1]
         kv_cache.begin_forward(n)
         rotary = self.rotary_embedding(state, position_ids)
-        attend = cached_attention(kv_cache, causal_mask(kv_cache, n, inputs.device))
+        attend = CachedAttention(kv_cache, causal_mask(kv_cache, n, inputs.device))
         outputs = self.run_rows(state, inputs, rotary, attend, None)
         state.last_hidden = select_last(outputs, counts, state.last_hidden)
 

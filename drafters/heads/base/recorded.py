@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -90,13 +90,14 @@ class DraftFunction:
 
     def _state(self, named: Mapping[str, Tensor], lengths: Tensor, noise: Tensor | None) -> DraftState:
         layers = [(layer,) for layer in named["keys_values"].unbind()] if "keys_values" in named else []
-        state_class = self.drafter.state_class
-        return state_class(
+        return DraftState(
             shared_embeddings=self.shared_embeddings,
             kv_cache=RecordedKVCache(layers, lengths, self.bucket),
             logit_bias=named["logit_bias"],
             prompt=None,
             next_positions=[0] * len(lengths),  # not used but for the size of the rotary table
+            last_hidden=named["last_hidden"],
+            carry=named.get("carry"),
             noise=None if noise is None else lambda depth: noise[:, :depth],
             temperature=named["temperature"],
             cos=named.get("cos"),
@@ -106,7 +107,6 @@ class DraftFunction:
             position_offset=named["position_offset"],
             target_keys=None if self.target_keys is None else self.target_keys.over(named, lengths, self.bucket),
             chains_only=lambda: self.chains_only,
-            **{name: named[name] for name in state_class.kept if name in named},  # type: ignore[arg-type]
         )
 
 
@@ -124,7 +124,7 @@ class DraftTensors:
         self.named: dict[str, Tensor] = {}
         self.failure = False
         self._revision: Revision | None = None  # of the head and the embeddings
-        self._settings: Any = None  # of the drafter
+        self._visual_mode = ""
 
     def begin_call(self, drafter: HeadDrafter, state: DraftState, recordings: Recordings) -> None:
         """Take over the state of a call after its prompt; drop the recordings if weights or shapes have changed."""
@@ -132,8 +132,8 @@ class DraftTensors:
         layout = {name: (value.shape, value.dtype) for name, value in values.items()}
         modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
         revision = revision_of(drafter.head, modules)
-        changed = revision is not self._revision or drafter.settings != self._settings
-        self._revision, self._settings = revision, drafter.settings
+        changed = revision is not self._revision or drafter.visual_mode != self._visual_mode
+        self._revision, self._visual_mode = revision, drafter.visual_mode
         if changed or layout != {name: (value.shape, value.dtype) for name, value in self.named.items()}:
             recordings.clear(self)
             self.failure = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 if TYPE_CHECKING:
     from mmspec.drafters.heads.base.c_draft import CDraft
     from mmspec.drafters.heads.base.recorded import RecordedDraft
+
+KEPT = ("last_hidden", "carry")
+"""Tensors of a `DraftState` that a draft reads and replaces; the others it leaves as they are."""
 
 
 @dataclass
@@ -66,16 +69,18 @@ class Pending:
 
 @dataclass
 class DraftState:
-    """State of one call; created by `HeadDrafter.begin`. Methods with further state have a subclass.
+    """State of one call; created by `HeadDrafter.begin`. Of its tensors a draft replaces `KEPT`.
 
     Attributes:
-        kept: names of the tensors [B, ...] or None that a draft reads and replaces; the others it leaves as they are.
         shared_embeddings: the target's input embedding and LM head.
         kv_cache: keys and values of the head's own layer.
         logit_bias: [V'] float32 of the draft vocabulary, -inf for ids that must not be drafted, else 0.
         prompt: the prompt until the head has processed it, then None.
         next_positions: position id of each row's next input.
         last_hidden: [B, D] the head's output at each row's last input.
+        carry: [B, ...] what else a method carries from one draft to the next (DSpark: [B] the last emitted tokens;
+            Falcon: its last block; ParallelSpec: [B, k, D] features; ViSpec: [B, D] vectors of the last images); None
+            for nothing, or not yet.
         pending: tokens emitted since the head's last forward.
         noise: as in `Prompt`.
         temperature: as in `Prompt`; a scalar tensor in a recorded function.
@@ -95,14 +100,13 @@ class DraftState:
         target_keys, c_shape, chains_only: as in `Prompt`.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("last_hidden",)
-
     shared_embeddings: SharedEmbeddings
     kv_cache: RaggedKVCache
     logit_bias: Tensor
     prompt: Prompt | None
     next_positions: list[int]
     last_hidden: Tensor
+    carry: Tensor | None = None
     pending: list[Pending] = field(default_factory=list)
     noise: Callable[[int], Tensor] | None = None
     temperature: float | Tensor = 1.0
@@ -124,8 +128,8 @@ class DraftState:
     chains_only: Callable[[], bool] = lambda: False
 
     def kept_tensors(self) -> dict[str, Tensor]:
-        """Those of `kept` that there are."""
-        values = {name: getattr(self, name) for name in self.kept}
+        """Those of `KEPT` that there are."""
+        values = {name: getattr(self, name) for name in KEPT}
         return {name: value for name, value in values.items() if value is not None}
 
     def first_positions(self) -> Tensor:
@@ -155,7 +159,10 @@ class DraftState:
         """[..., V'] log probability of each next token: of the argmax, or of the sample under the given noise."""
         return next_log_probs(logits, self.temperature, noise)
 
+    def target_ids(self, tokens: Tensor) -> Tensor:
+        """[...] int64, target ids of tokens of the draft vocabulary."""
+        return tokens if self.draft_ids is None else self.draft_ids[tokens]
+
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., D] embeddings of tokens of the draft vocabulary."""
-        ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
-        return self.shared_embeddings.embed(ids)
+        return self.shared_embeddings.embed(self.target_ids(tokens))

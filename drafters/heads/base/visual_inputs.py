@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ VISUAL_MODES: dict[str, VisualInputMode] = {
 """Visual modes by the name that `HeadMetadata` and `mmspec train` use."""
 
 
-def resolve_visual_mode(name: str) -> str:
+def resolve_visual_mode(name: Any) -> str:
     """The name, if it is that of a visual mode.
 
     Raises:
@@ -98,7 +99,7 @@ def resolve_visual_mode(name: str) -> str:
     """
     if name not in VISUAL_MODES:
         raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {name!r}.")
-    return name
+    return str(name)
 
 
 def embed_anew(prompt: Prompt, shared_embeddings: SharedEmbeddings) -> Prompt:

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.cpu.layers import LayerWeights
 from mmspec.drafters.heads.base.expand import PairExpander
+from mmspec.drafters.heads.base.head import AttentionFn
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter, anchors_of
 from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead, DsparkLayer
+from mmspec.drafters.heads.dspark.loss import BlockBatch
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs
 from mmspec.interfaces import SharedEmbeddings
 
 
@@ -97,16 +101,20 @@ class Dflash2Layer(DsparkLayer):
         self.attention_conv, self.mlp_conv = TwoTaps(config), TwoTaps(config)
 
     def forward(
-        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
     ) -> Tensor:
         normed = self.input_norm(inputs)
         inputs = inputs + self.attention_conv.around(normed, lambda mixed: self.attention(mixed, cos, sin, attend))
         return inputs + self.mlp_conv.around(self.post_norm(inputs), self.mlp)
 
-    def mixtures(self) -> dict[str, Tensor]:
-        parts = {"attention": self.attention_conv, "mlp": self.mlp_conv}
-        changes = {f"{name}_changes": part.kernel_projection.weight for name, part in parts.items()}
-        return changes | {f"{name}_taps": part.base_kernel for name, part in parts.items()}
+    def c_weights(self) -> LayerWeights:
+        return replace(
+            super().c_weights(),
+            attention_changes=self.attention_conv.kernel_projection.weight,
+            attention_taps=self.attention_conv.base_kernel,
+            mlp_changes=self.mlp_conv.kernel_projection.weight,
+            mlp_taps=self.mlp_conv.base_kernel,
+        )
 
 
 class CandidateSelector(nn.Module):
@@ -165,12 +173,34 @@ class Dflash2Drafter(DsparkDrafter):
     c_classes = (Dflash2Head, nn.ModuleList, Dflash2Layer, TwoTaps, CandidateSelector)
     records_drafts = True
 
-    def expander(self, state: DraftState) -> PairExpander:
+    def expander(self, state: DraftState, top_k: int) -> PairExpander:
         """See `BlockDrafter`; tokens that are no candidates have no probability, as in the head's own code."""
         selector, (features, logits) = self.head.selector, self.block(state)
         scores, candidates = selector.candidates(logits + state.logit_bias)
-        ids = candidates if state.draft_ids is None else state.draft_ids[candidates]
+        ids = state.target_ids(candidates)
         first = selector.rows(anchors_of(state))[:, None, None].expand(-1, 1, ids.shape[-1], -1)
         before = torch.cat((first, selector.rows(ids[:, :-1])), dim=1)  # [B, k, C, R]
         pairs = selector(selector.hidden_projection(features), before.to(features.dtype), ids)
         return PairExpander(state, candidates, scores[:, :, None] + pairs.float())
+
+
+def dflash2_loss(given: LossInputs) -> LossAndMetrics:
+    """That of DFlash, and of the scores of candidates behind the target's own token, as NeMo Automodel trains it.
+
+    With the target's distribution for the label: every position over the whole vocabulary, and over its candidates
+    alone where the target's likeliest token is among them; both have the same weight. Results as those of
+    `dspark_loss`, without a loss on the hidden states.
+    """
+    head, blocks = given.draft_model.head, BlockBatch.sample(given)
+    selector, vocab_size, data = head.selector, head.config.vocab_size, blocks.packed.data
+    loss = given.accumulator(data, has_own_lm_head=True)
+    for slot, mask, outputs, labels in blocks.slots():
+        gates, tokens = selector.hidden_projection(outputs), blocks.at(data.next_ids, slot, mask)
+        before = selector.rows(tokens[:, None])
+
+        def choose(logits: Tensor, gates: Tensor = gates, before: Tensor = before) -> tuple[Tensor, Tensor]:
+            scores, candidates = selector.candidates(logits[:, :vocab_size])
+            return candidates, scores + selector(gates, before, candidates)[:, 0].float()
+
+        loss.add(slot, outputs, labels, mask=mask, choose=choose)
+    return loss.result()

@@ -48,8 +48,7 @@ class Dflash2(Dspark):
     served = "vLLM; needs --target"
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.dflash2.head import Dflash2Config, Dflash2Drafter, Dflash2Head
-        from mmspec.drafters.heads.dflash2.loss import dflash2_loss
+        from mmspec.drafters.heads.dflash2.head import Dflash2Config, Dflash2Drafter, Dflash2Head, dflash2_loss
 
         return HeadClasses(Dflash2Config, Dflash2Head, Dflash2Drafter, dflash2_loss)
 

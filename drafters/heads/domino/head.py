@@ -73,7 +73,7 @@ class DominoDrafter(DsparkDrafter):
     c_classes = (DominoHead, nn.ModuleList, DsparkLayer, PathGru, nn.Sequential, nn.SiLU)
     records_drafts = True
 
-    def expander(self, state: DraftState) -> LevelExpander | None:
+    def expander(self, state: DraftState, top_k: int) -> LevelExpander | None:
         return PathExpander(self, state)
 
     def correction_weights(self, ids: Tensor | None) -> CorrectionWeights:
@@ -102,8 +102,7 @@ class PathExpander(CorrectionExpander):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W, D]."""
-        ids = tokens if self.state.draft_ids is None else self.state.draft_ids[tokens]
-        return self.drafter.embed_ids(self.state, ids)
+        return self.drafter.embed_ids(self.state, self.state.target_ids(tokens))
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W, S]."""

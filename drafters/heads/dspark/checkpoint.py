@@ -17,8 +17,8 @@ from torch import Tensor
 from mmspec.drafters.checkpoints.draft_vocab import (
     draft_vocabulary_tensors,
     layer_keys,
-    parse_draft_ids,
     speculators_section,
+    take_draft_ids,
 )
 from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
@@ -90,10 +90,7 @@ def load_dspark(
     vocab_size = int(values.get("draft_vocab_size") or target.vocab_size)
     mask_embedding = weights.pop(MASK_EMBEDDING, None)
     _check_mask_token(mask_token_id, mask_embedding, weights, target, shape.hidden_size)
-    has_map, lm_head = "d2t" in weights, weights.get("lm_head.weight")
-    if vocab_size < target.vocab_size and not has_map:
-        raise ValueError(f"draft_vocab_size is {vocab_size} of {target.vocab_size}, but the map d2t is missing.")
-    draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
+    draft_ids = take_draft_ids(weights, vocab_size, target)
     weights = order_rotated_rows(weights, settings, shape.head_dim, shape.rotary_dim)
     num_layers = int(layer_values.get("num_hidden_layers") or 1)
     windows, is_causal = block_attention(settings, num_layers)
@@ -103,7 +100,7 @@ def load_dspark(
         block_size=block_size if from_anchor else block_size - 1,
         sample_from_anchor=from_anchor,
         markov_rank=markov_rank(settings, weights),
-        draft_vocab_size=0 if lm_head is None else vocab_size,
+        draft_vocab_size=vocab_size if "lm_head.weight" in weights else 0,
         hidden_state_layers=layers,
         num_hidden_layers=num_layers,
         confidence_head=keep_confidence_head(weights, shape.hidden_size),
@@ -116,9 +113,7 @@ def load_dspark(
     scale = float(settings.get("input_embedding_scale") or 1.0)
     mask = torch.zeros(config.hidden_size) if mask_embedding is None else scale * mask_embedding.float()
     head.mask_embedding = torch.nn.Parameter(mask)
-    drafter = classes.drafter(
-        head, "coupled", num_layers=target.num_layers, name=name, draft_ids=draft_ids if has_map else None
-    )
+    drafter = classes.drafter(head, "coupled", num_layers=target.num_layers, name=name, draft_ids=draft_ids)
     assert isinstance(drafter, DsparkDrafter)
     drafter.mask_token_id = mask_token_id if mask_embedding is None else None
     drafter.embedding_scale = scale

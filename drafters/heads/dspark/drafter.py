@@ -3,53 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.cpu.draft_types import CorrectionWeights
-from mmspec.drafters.heads.base.attention import select_last
+from mmspec.cpu.draft_types import CorrectionWeights, DsparkWeights, HeadWeights
+from mmspec.drafters.heads.base.attention import CachedAttention, select_last
 from mmspec.drafters.heads.base.block import BlockDrafter
-from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
+from mmspec.drafters.heads.base.c_draft import own_lm_head, shared_weights
 from mmspec.drafters.heads.base.expand import LevelExpander
 from mmspec.drafters.heads.base.markov import CorrectionExpander
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.dspark.c_weights import dspark_weights
 from mmspec.drafters.heads.dspark.head import BigramHead, DsparkConfig, DsparkHead, DsparkLayer
-
-
-@dataclass
-class DsparkState(DraftState):
-    """State of one call.
-
-    Attributes:
-        anchors: [B] int64, the last emitted token of each row, with which its next block begins; None before the first.
-    """
-
-    kept: ClassVar[tuple[str, ...]] = ("last_hidden", "anchors")
-    anchors: Tensor | None = None
 
 
 class DsparkDrafter(BlockDrafter):
     """Drafts a block from one forward over its positions; the context only adds keys and values.
 
-    `last_hidden` is the feature of the last position of the context.
+    `last_hidden` is the feature of the last position of the context, `carry` the last emitted tokens.
 
     Attributes:
-        c_classes: of the head and of its modules, for a class of drafters whose blocks are computed in C; those of
-            its subclasses are not.
         mask_token_id: whose embedding mask positions have (published heads); None for `DsparkHead.mask_embedding`.
         embedding_scale: factor of the embeddings at the block's positions as they are stored (published heads, also
             where the target scales its own); None for embeddings as the target's layers receive them.
     """
 
     head: DsparkHead
-    state_class = DsparkState
-    c_classes: ClassVar[tuple[type, ...]] = (DsparkHead, nn.ModuleList, DsparkLayer, BigramHead)
+    c_classes = (DsparkHead, nn.ModuleList, DsparkLayer, BigramHead)
     records_drafts = True
 
     def __init__(self, head: DsparkHead, visual_mode: str = "coupled", **options: Any) -> None:
@@ -71,28 +53,23 @@ class DsparkDrafter(BlockDrafter):
 
     def read_prompt(self, state: DraftState) -> None:
         """See `HeadDrafter`; also keeps the last token of each row."""
-        assert isinstance(state, DsparkState)
-        state.anchors = state.first_ids if state.anchors is None else state.anchors
+        state.carry = state.first_ids if state.carry is None else state.carry
         super().read_prompt(state)
 
     def follow_tokens(self, state: DraftState, tokens: Tensor, counts: Sequence[int] | Tensor) -> None:
-        assert isinstance(state, DsparkState)
-        state.anchors = select_last(tokens[..., None], counts, anchors_of(state)[:, None])[:, 0]
-
-    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        """See `HeadDrafter`: keys and values of the features, without a forward."""
-        kv_cache = state.kv_cache
-        self.extend_rows(state, inputs, position_ids, counts)
-        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+        state.carry = select_last(tokens[..., None], counts, anchors_of(state)[:, None])[:, 0]
 
     def extend_rows(
         self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
     ) -> None:
+        """See `HeadDrafter`: keys and values of the features, without a forward."""
         state.kv_cache.begin_forward(inputs.shape[1])
         cos, sin = self.rotary_embedding(state, position_ids)
         for index, (keys, values) in enumerate(self.head.context_keys_values(inputs, cos, sin)):
             state.kv_cache.write(index, keys, values)
         state.last_hidden = select_last(inputs, counts, state.last_hidden)
+
+    extend_prompt = extend_rows
 
     def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`. The block's keys and values are dropped afterwards."""
@@ -110,12 +87,7 @@ class DsparkDrafter(BlockDrafter):
         masks = block_masks(self.head.config, kv_cache.lengths_on(device), max(seq_lens), k, has_gaps)
         kv_cache.seq_lens = [max(seq_lens)] * len(seq_lens)
         kv_cache.begin_forward(k)
-
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            is_gqa = queries.shape[1] != keys.shape[1]
-            keys, values = kv_cache.write(layer, keys, values)
-            return functional.scaled_dot_product_attention(queries, keys, values, masks[layer], enable_gqa=is_gqa)
-
+        attend = [CachedAttention(kv_cache, mask, layer=layer) for layer, mask in enumerate(masks)]
         features = self.head.forward_block(inputs, cos, sin, attend)[:, -self.block_size :]
         kv_cache.seq_lens = seq_lens
         return features
@@ -130,15 +102,43 @@ class DsparkDrafter(BlockDrafter):
             embeds = functional.embedding(ids, weight) * self.embedding_scale
         return embeds.to(state.last_hidden.dtype)
 
-    def expander(self, state: DraftState) -> LevelExpander | None:
+    def expander(self, state: DraftState, top_k: int) -> LevelExpander | None:
         bigram_head = self.head.bigram_head
         return None if bigram_head is None else BigramExpander(self, bigram_head, state)
 
-    def c_draft(self, state: DraftState) -> CDraft | None:
-        classes = vars(type(self)).get("c_classes", ())
-        if type(self.head) not in classes:
+    def c_weights(self, state: DraftState) -> HeadWeights | None:
+        """See `HeadDrafter`; None with windows or causal blocks."""
+        head, mask_token_id = self.head, self.mask_token_id
+        if head.config.sliding_windows or head.config.causal_layers:
             return None
-        return find_c_draft(self, state, partial(dspark_weights, self, state), classes, anchors_of)
+        ends, scaling = shared_weights(state), head.output_scaling(state.shared_embeddings)
+        if not 0 <= (mask_token_id or 0) < len(ends["embeddings"]):  # embedding it ends the drafting
+            return None
+        if head.lm_head is not None:
+            ends |= own_lm_head(head.lm_head.weight)
+        ends |= {"logit_scale": scaling.logit_scale, "logit_softcap": scaling.logit_softcap or 0.0}
+        first_position = int(not head.config.sample_from_anchor)
+        confidence = head.confidence_head
+        dspark = DsparkWeights(
+            mixture=head.mixture,
+            mask_embedding=head.mask_embedding if mask_token_id is None else None,
+            mask_token=mask_token_id or 0,
+            confidence=None if confidence is None else confidence.weight,
+            confidence_bias=None if confidence is None else confidence.bias,
+            block_positions=self.block_size + first_position,
+            first_position=first_position,
+        )
+        return HeadWeights(
+            head.fc.weight,
+            None,
+            [layer.c_weights() for layer in head.layers if isinstance(layer, DsparkLayer)],
+            hidden_norm=head.hidden_norm.weight,
+            final_norm=head.norm.weight,
+            correction=self.correction_weights(self.corrected_ids(state)),
+            dspark=dspark,
+            embed_scale=self.embedding_scale,
+            **ends,
+        )
 
     def correction_weights(self, ids: Tensor | None) -> CorrectionWeights | None:
         """What corrects logits by the tokens before, for these ids or all; None if nothing of this kind does."""
@@ -160,9 +160,9 @@ class DsparkDrafter(BlockDrafter):
 
 
 def anchors_of(state: DraftState) -> Tensor:
-    """[B] `DsparkState.anchors`, after the prompt."""
-    assert isinstance(state, DsparkState) and state.anchors is not None
-    return state.anchors
+    """[B] int64, the last emitted token of each row, with which its next block begins."""
+    assert state.carry is not None
+    return state.carry
 
 
 def block_masks(config: DsparkConfig, lengths: Tensor, longest: int, k: int, has_gaps: bool) -> list[Tensor | None]:
@@ -211,8 +211,7 @@ class BigramExpander(CorrectionExpander):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W, R]."""
-        ids = tokens if self.state.draft_ids is None else self.state.draft_ids[tokens]
-        return self.bigram_head.embed(ids, self.state.shared_embeddings)
+        return self.bigram_head.embed(self.state.target_ids(tokens), self.state.shared_embeddings)
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         """See `LevelExpander`; the embeddings are those of `embed`."""

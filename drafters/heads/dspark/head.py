@@ -8,7 +8,7 @@ confidence head estimates whether a position is accepted. The module knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.config import HeadConfig
-from mmspec.drafters.heads.base.head import DraftHead, RMSNorm, rotate_half
+from mmspec.drafters.heads.base.head import AttentionFn, DraftHead, RMSNorm
+from mmspec.drafters.heads.eagle.head import DecoderLayer
 from mmspec.interfaces import SharedEmbeddings
 
 
@@ -36,6 +37,9 @@ class DsparkConfig(HeadConfig):
         causal_layers: whether the positions of a block see no later ones, in each layer (DFlash); empty: no.
     """
 
+    input_norm: ClassVar[bool] = True
+    qk_norm: ClassVar[bool] = True
+
     num_hidden_layers: int = 1
     markov_rank: int = 0
     layer_mixture: bool = False
@@ -50,77 +54,11 @@ class DsparkConfig(HeadConfig):
         return self.block_size + (not self.sample_from_anchor)
 
 
-LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, [B, H, n, d] queries, [B, H', n, d] keys, values of the block) -> [B, H, n, d], over context and block."""
-
-
-class DsparkLayer(nn.Module):
+class DsparkLayer(DecoderLayer):
     """A Qwen3 decoder layer: queries and keys are normalised per head."""
 
-    def __init__(self, config: DsparkConfig) -> None:
-        super().__init__()
-        hidden, size = config.hidden_size, config.head_dim
-        self.head_dim = size
-        self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        self.qkv_proj = nn.Linear(hidden, sum(self.sizes) * size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * size, hidden, bias=config.qkv_bias)
-        self.q_norm = RMSNorm(size, config.rms_norm_eps)
-        self.k_norm = RMSNorm(size, config.rms_norm_eps)
-        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
-
-    def context_keys_values(self, features: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H', n, d] of features [B, n, D] of the context; cos, sin [B or 1, 1, n, d]."""
-        rows = self.sizes[0] * self.head_dim
-        bias = self.qkv_proj.bias
-        projected = functional.linear(features, self.qkv_proj.weight[rows:], None if bias is None else bias[rows:])
-        keys, values = self._split_heads(projected).chunk(2, dim=1)
-        return _rotate(self.k_norm(keys), cos, sin), self.normed_values(values)
-
-    def forward(
-        self,
-        inputs: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """[B, n, D] -> [B, n, D]; cos, sin [B or 1, 1, n, d]."""
-        inputs = inputs + self.attention(self.input_norm(inputs), cos, sin, attend)
-        outputs: Tensor = inputs + self.mlp(self.post_norm(inputs))
-        return outputs
-
-    def attention(
-        self, normed: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """[B, n, D] attention of normalised inputs [B, n, D]."""
-        queries, keys, values = self._split_heads(self.qkv_proj(normed)).split(self.sizes, dim=1)
-        queries, keys = _rotate(self.q_norm(queries), cos, sin), _rotate(self.k_norm(keys), cos, sin)
-        outputs: Tensor = self.o_proj(attend(queries, keys, self.normed_values(values)).transpose(1, 2).flatten(2))
-        return outputs
-
-    def normed_values(self, values: Tensor) -> Tensor:
-        """[B, H', n, d] values as the attention reads them; here as they are."""
-        return values
-
-    def mlp(self, normed: Tensor) -> Tensor:
-        """[B, n, D] of normalised inputs [B, n, D]."""
-        gate, up = self.gate_up_proj(normed).chunk(2, dim=-1)
-        outputs: Tensor = self.down_proj(functional.silu(gate) * up)
-        return outputs
-
-    def mixtures(self) -> dict[str, Tensor]:
-        """What mixes neighbours around its two parts, under the names of `LayerWeights`; here nothing."""
-        return {}
-
-    def _split_heads(self, projected: Tensor) -> Tensor:
-        """[B, n, H * d] -> [B, H, n, d]."""
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return vectors * cos + rotate_half(vectors) * sin
+    has_output_bias = True
+    input_norm: RMSNorm
 
 
 class BigramHead(nn.Module):
@@ -228,10 +166,17 @@ class DsparkHead(DraftHead):
         masks = self.mask_embedding.to(anchor_embeds.dtype).expand(*anchor_embeds.shape[:-1], block_size - 1, -1)
         return torch.cat((anchor_embeds[..., None, :], masks), dim=-2)
 
-    def forward_block(self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: LayerAttention) -> Tensor:
-        """[B, n, D] features of the positions of one or more blocks, after the norm, from `block_inputs`."""
-        for index, layer in enumerate(self.layers):
-            inputs = layer(inputs, cos, sin, lambda *qkv, index=index: attend(index, *qkv))
+    def forward_block(self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: Sequence[AttentionFn]) -> Tensor:
+        """[B, n, D] features of the positions of one or more blocks, after the norm, from `block_inputs`.
+
+        Args:
+            inputs: [B, n, D].
+            cos: [B or 1, 1, n, d].
+            sin: as `cos`.
+            attend: attention of each layer, over the context and the block.
+        """
+        for layer, attention in zip(self.layers, attend, strict=True):
+            inputs = layer(inputs, cos, sin, attention)
         features: Tensor = self.norm(inputs)
         return features
 

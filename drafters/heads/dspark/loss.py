@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ def _block_features(head: DsparkHead, data: HeadInputsAndLabels, packed: PackedQ
         parts = [part.repeat_interleave(num_groups, 1) for part in (*context[layer], keys, values)]
         return _attend_blocks(queries, (parts[0], parts[1]), (parts[2], parts[3]), is_context, k)
 
-    features = head.forward_block(inputs.flatten(1, 2), cos, sin, attend)
+    attention = [partial(attend, layer) for layer in range(len(context))]
+    features = head.forward_block(inputs.flatten(1, 2), cos, sin, attention)
     return features.unflatten(1, (-1, k))[:, :, -head.config.block_size :]
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.drafters.checkpoints.rope import DEFAULT_THETA, rope_values
+from mmspec.drafters.checkpoints.draft_vocab import hidden_state_indices, layer_windows, sliding_layers
+from mmspec.drafters.checkpoints.rope import DEFAULT_THETA, LAYER_TYPES, rope_values
 from mmspec.interfaces import TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -31,7 +32,6 @@ ANCHORED_ARCHITECTURES = {
 """Class in a flat config -> whether it samples from the anchor where the config does not say (LiquidAI; DeepSeek's
 DSpark and DFlash for Qwen3 and Gemma 4; SpecForge; z-lab; NeMo Automodel; Model-Optimizer). The labels of SpecForge's
 DSpark begin behind the anchor."""
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
 def check_projector(settings: Mapping[str, Any], projectors: Sequence[str]) -> None:
@@ -117,12 +117,7 @@ def block_attention(settings: Mapping[str, Any], num_layers: int) -> tuple[tuple
 
     Layers with a window are causal within the block unless the config says otherwise (z-lab, vLLM, `speculators`).
     """
-    layer_types = settings.get("layer_types") or [FULL_ATTENTION] * num_layers
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise ValueError(f"layer_types must have {num_layers} entries, one for each layer; got {layer_types!r:.80}.")
-    if unknown := set(layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}:
-        raise ValueError(f"layer_types {min(map(str, unknown))!r} is not supported in a block drafter.")
-    slides = [kind == SLIDING_ATTENTION for kind in layer_types]
+    slides = sliding_layers(settings.get("layer_types") or [LAYER_TYPES[0]] * num_layers, num_layers)
     if settings.get("use_swa") and not any(slides):
         slides, is_causal = [True] * num_layers, [False] * num_layers
     else:
@@ -130,27 +125,14 @@ def block_attention(settings: Mapping[str, Any], num_layers: int) -> tuple[tuple
     override = next((settings[key] for key in ("is_causal", "causal") if settings.get(key) is not None), None)
     if override is not None:
         is_causal = [bool(override)] * num_layers
-    window = settings.get("swa_window_size") or settings.get("sliding_window")
-    if not any(slides):
-        return (), tuple(is_causal) if any(is_causal) else ()
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"sliding_window must be a number of positions for layer_types {layer_types}; got {window!r}.")
-    windows = tuple(window if flag else 0 for flag in slides)
+    windows = layer_windows(settings.get("swa_window_size") or settings.get("sliding_window"), slides)
     return windows, tuple(is_causal) if any(is_causal) else ()
 
 
 def hidden_state_layers_of(settings: Mapping[str, Any], target: TargetInfo) -> tuple[int, ...]:
     """Indices of the hidden states: `aux_hidden_state_layer_ids` as they are, `target_layer_ids` one higher."""
-    key, offset = "aux_hidden_state_layer_ids", 0
-    layers = settings.get(key)
-    if layers is None:
-        key, offset = "target_layer_ids", 1
-        layers = settings.get(key)
-    if not isinstance(layers, list) or not layers:
-        raise ValueError(
-            "aux_hidden_state_layer_ids (or target_layer_ids) is missing in the config of a block drafter."
-        )
-    indices = tuple(layer + offset for layer in layers)
-    if min(indices) < 0 or max(indices) > target.num_layers:
-        raise ValueError(f"{key} {layers} are not all layers of this target, which has {target.num_layers}.")
-    return indices
+    keys = {"aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
+    layers = hidden_state_indices({key: (settings.get(key), offset) for key, offset in keys.items()}, target)
+    if not layers:
+        raise ValueError(f"{' (or '.join(keys)}) is missing in the config of a block drafter.")
+    return layers

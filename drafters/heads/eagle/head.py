@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.cpu.layers import LayerWeights
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import AttentionFn, DraftHead, RMSNorm, rotate_half
 from mmspec.engine.gather import gather_rows
@@ -38,30 +38,35 @@ class EagleConfig(HeadConfig):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama decoder layer with fused QKV and gate-up projections, since small products are bound by call overhead."""
+    """A Llama decoder layer with fused QKV and gate-up projections, since small products are bound by call overhead.
 
-    def __init__(self, config: EagleConfig, input_size: int = 0) -> None:
+    Attributes:
+        has_output_bias: whether the output projection has biases where those of queries, keys and values have.
+    """
+
+    has_output_bias: ClassVar[bool] = False
+
+    def __init__(self, config: Any, input_size: int = 0) -> None:
         """
         Args:
-            config: of the head.
+            config: of the head, with `input_norm` and `qk_norm` as in `EagleConfig`.
             input_size: numbers per position that the attention reads; 0 for the hidden size.
         """
         super().__init__()
         self.config = config
-        hidden, size = config.hidden_size, config.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        num_outputs = (self.num_heads + 2 * self.num_kv_heads) * size
-        self.qkv_proj = nn.Linear(input_size or hidden, num_outputs, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(self.num_heads * size, hidden, bias=False)
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.qkv_proj = nn.Linear(input_size or hidden, sum(self.sizes) * self.head_dim, bias=config.qkv_bias)
+        output_bias = config.qkv_bias and self.has_output_bias
+        self.o_proj = nn.Linear(self.sizes[0] * self.head_dim, hidden, bias=output_bias)
         self.has_mlp = config.intermediate_size > 0
         if self.has_mlp:
             self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
             self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
             self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.input_norm = RMSNorm(hidden, config.rms_norm_eps) if config.input_norm else None
-        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
@@ -80,50 +85,81 @@ class DecoderLayer(nn.Module):
             [B, n or m, D] outputs.
         """
         normed, residual = self.read_inputs(inputs)
-        if query_index is None:
-            qkv = self._split_heads(self.qkv_proj(normed))
-            rotated, values = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-            if self.q_norm is not None and self.k_norm is not None:
-                queries, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-                rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=1)
-            rotated = rotated * cos + rotate_half(rotated) * sin
-            queries, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        else:
-            residual = gather_rows(residual, query_index)
-            queries, keys, values = self._project_queries(normed, cos, sin, query_index)
-        outputs = residual + self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
-        if not self.has_mlp:
-            return outputs
-        gate, up = self.gate_up_proj(self.post_norm(outputs)).chunk(2, dim=-1)
-        mlp_outputs: Tensor = self.down_proj(functional.silu(gate) * up)
-        return outputs + mlp_outputs
+        residual = residual if query_index is None else gather_rows(residual, query_index)
+        outputs = residual + self.attention(normed, cos, sin, attend, query_index)
+        return outputs + self.mlp(self.post_norm(outputs)) if self.has_mlp else outputs
 
     def read_inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """What the attention reads, and the [B, n, D] residual."""
         return inputs if self.input_norm is None else self.input_norm(inputs), inputs
 
+    def attention(
+        self, normed: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
+    ) -> Tensor:
+        """[B, n or m, D] attention of normalised inputs; arguments as of `forward`."""
+        if query_index is None:
+            queries, keys, values = self._split_heads(self.qkv_proj(normed)).split(self.sizes, dim=1)
+            keys, values = self._rotate(keys, self.k_norm, cos, sin), self.normed_values(values)
+        else:
+            keys, values = self.context_keys_values(normed, cos, sin)
+            size, weight, bias = self.sizes[0] * self.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
+            query_inputs = gather_rows(normed, query_index)
+            projected = functional.linear(query_inputs, weight[:size], None if bias is None else bias[:size])
+            queries = self._split_heads(projected)
+            cos, sin = (
+                gather_rows(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], query_index)[:, None]
+                for part in (cos, sin)
+            )
+        queries = self._rotate(queries, self.q_norm, cos, sin)
+        outputs: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        return outputs
+
+    def context_keys_values(self, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H', n, d] alone."""
+        size, bias = self.sizes[0] * self.head_dim, self.qkv_proj.bias
+        projected = functional.linear(normed, self.qkv_proj.weight[size:], None if bias is None else bias[size:])
+        keys, values = self._split_heads(projected).chunk(2, dim=1)
+        return self._rotate(keys, self.k_norm, cos, sin), self.normed_values(values)
+
+    def normed_values(self, values: Tensor) -> Tensor:
+        """[B, H', n, d] values as the attention reads them; here as they are."""
+        return values
+
+    def mlp(self, normed: Tensor) -> Tensor:
+        """[B, n, D] of normalised inputs [B, n, D]."""
+        gate, up = self.gate_up_proj(normed).chunk(2, dim=-1)
+        outputs: Tensor = self.down_proj(functional.silu(gate) * up)
+        return outputs
+
+    def c_weights(self) -> LayerWeights:
+        """Views of its weights."""
+        sizes, bias = [number * self.head_dim for number in self.sizes], self.qkv_proj.bias
+        parts: dict[str, Any] = dict(zip("qkv", self.qkv_proj.weight.split(sizes), strict=True))
+        biases = (None, None, None) if bias is None else bias.split(sizes)
+        parts |= {f"{name}_bias": part for name, part in zip("qkv", biases, strict=True)}
+        gate, up = self.gate_up_proj.weight.chunk(2) if self.has_mlp else (None, None)
+        return LayerWeights(
+            input_norm=None if self.input_norm is None else self.input_norm.weight,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            o=self.o_proj.weight,
+            o_bias=self.o_proj.bias,
+            post_norm=self.post_norm.weight if self.has_mlp else None,
+            gate=gate,
+            up=up,
+            down=self.down_proj.weight if self.has_mlp else None,
+            **parts,
+        )
+
     def _split_heads(self, projected: Tensor) -> Tensor:
         """[B, n, H * d] -> [B, H, n, d]."""
-        return projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _project_queries(
-        self, normed: Tensor, cos: Tensor, sin: Tensor, query_index: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries at the positions in `query_index`, keys and values at all positions."""
-        size, weight, bias = self.num_heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
-        query_inputs = gather_rows(normed, query_index)
-        queries = functional.linear(query_inputs, weight[:size], None if bias is None else bias[:size])
-        keys_values = functional.linear(normed, weight[size:], None if bias is None else bias[size:])
-        keys, values = self._split_heads(keys_values).chunk(2, dim=1)
-        query_cos, query_sin = (
-            gather_rows(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], query_index)[:, None]
-            for part in (cos, sin)
-        )
-        queries = self._split_heads(queries)
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries = queries * query_cos + rotate_half(queries) * query_sin
-        return queries, keys * cos + rotate_half(keys) * sin, values
+    @staticmethod
+    def _rotate(vectors: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, H, n, d] queries or keys, normalised if there is a norm, at their positions."""
+        vectors = vectors if norm is None else norm(vectors)
+        return vectors * cos + rotate_half(vectors) * sin
 
 
 class EagleHead(DraftHead):

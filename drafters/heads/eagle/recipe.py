@@ -29,7 +29,7 @@ class Eagle(HeadMethod):
     def classes(self) -> HeadClasses:
         from mmspec.drafters.heads.eagle.drafter import EagleDrafter
         from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
-        from mmspec.drafters.heads.eagle.loss import eagle_loss
+        from mmspec.drafters.training.losses import eagle_loss
 
         return HeadClasses(EagleConfig, EagleHead, EagleDrafter, eagle_loss)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 from mmspec.cpu.draft_types import HeadWeights
 from mmspec.drafters.heads.base.attention import CachedAttention
-from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft, own_lm_head, shared_weights
+from mmspec.drafters.heads.base.c_draft import own_lm_head, shared_weights
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander
 from mmspec.drafters.heads.base.reader import CosSin
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.drafter import EagleDrafter, layer_weights
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head, Eagle3Layer, LayeredAttention
 from mmspec.engine.gather import gather_rows
 
@@ -38,7 +36,10 @@ class Eagle3Drafter(EagleDrafter):
     """Drafts with an `Eagle3Head`, level by level."""
 
     head: Eagle3Head
-    expander_class = Eagle3Expander
+    c_classes = (Eagle3Head, Eagle3Layer, nn.ModuleList)
+
+    def expander(self, state: DraftState, top_k: int) -> Eagle3Expander:
+        return Eagle3Expander(self, state, top_k)
 
     def run_rows(
         self, state: DraftState, inputs: Tensor, rotary: CosSin, attend: CachedAttention, query_index: Tensor | None
@@ -55,32 +56,22 @@ class Eagle3Drafter(EagleDrafter):
         """The name in `Stats.drafter`, with the visual mode, in which trainers and engines differ."""
         return f"{self.name} ({self.visual_mode})"
 
-    def c_draft(self, state: DraftState) -> CDraft | None:
-        head = self.head
-        if type(self) is not Eagle3Drafter or type(head) is not Eagle3Head:
+    def c_weights(self, state: DraftState) -> HeadWeights | None:
+        """See `HeadDrafter`; nor of a head that reads one hidden state only, which its `fuse` does not project."""
+        head, config = self.head, self.head.config
+        others = (config.qk_norm, config.norm_before_fc, config.fc_norm, config.norm_output, config.target_hidden_size)
+        if any(others) or config.is_layered or head.fc.in_features == config.hidden_size:
             return None
-        return find_c_draft(self, state, partial(eagle3_weights, head, state), (Eagle3Layer, nn.ModuleList))
-
-
-def eagle3_weights(head: Eagle3Head, state: DraftState) -> HeadWeights | None:
-    """Weights of an EAGLE-3 head; None with settings that are not implemented there.
-
-    Nor is one that reads one hidden state only, which its `fuse` does not project.
-    """
-    config = head.config
-    others = (config.qk_norm, config.norm_before_fc, config.fc_norm, config.norm_output, config.target_hidden_size)
-    if any(others) or config.is_layered or head.fc.in_features == config.hidden_size:
-        return None
-    ends = shared_weights(state) | own_lm_head(head.lm_head.weight)
-    return HeadWeights(
-        head.fc.weight,
-        None,
-        [layer_weights(head.layer)],
-        hidden_norm=head.layer.hidden_norm.weight,
-        final_norm=head.norm.weight,
-        adds_normed_state=head.config.norm_before_residual,
-        **ends,
-    )
+        ends = shared_weights(state) | own_lm_head(head.lm_head.weight)
+        return HeadWeights(
+            head.fc.weight,
+            None,
+            [head.layer.c_weights()],
+            hidden_norm=head.layer.hidden_norm.weight,
+            final_norm=head.norm.weight,
+            adds_normed_state=config.norm_before_residual,
+            **ends,
+        )
 
 
 def committed_attention(config: Eagle3Config, attend: CachedAttention, n: int, device: torch.device) -> CachedAttention:

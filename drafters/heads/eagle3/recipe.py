@@ -37,9 +37,9 @@ class Eagle3(HeadMethod):
     served = "vLLM and speculators; SGLang where it captures hidden states of the target (Qwen-VL: yes, LLaVA: no)"
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.eagle.loss import eagle_loss
         from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
         from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
+        from mmspec.drafters.training.losses import eagle_loss
 
         return HeadClasses(Eagle3Config, Eagle3Head, Eagle3Drafter, eagle_loss)
 
@@ -71,11 +71,11 @@ class Eagle3(HeadMethod):
         return load_eagle3(values, weights, target, name)
 
     def export_refusal(self, drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str | None:
-        from mmspec.drafters.heads.eagle3.export import eagle3_refusal
+        from mmspec.drafters.heads.eagle3.checkpoint import eagle3_refusal
 
         return eagle3_refusal(drafter, target, format_name)
 
     def export(self, folder: Path, given: ExportInputs) -> None:
-        from mmspec.drafters.heads.eagle3.export import export_eagle3
+        from mmspec.drafters.heads.eagle3.checkpoint import export_eagle3
 
         export_eagle3(folder, given.drafter, given.target, given.format_name)

@@ -14,7 +14,6 @@ class Falcon(HeadMethod):
 
     def classes(self) -> HeadClasses:
         from mmspec.drafters.heads.eagle.head import EagleConfig
-        from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
-        from mmspec.drafters.heads.falcon.loss import falcon_loss
+        from mmspec.drafters.heads.falcon.head import FalconDrafter, FalconHead, falcon_loss
 
         return HeadClasses(EagleConfig, FalconHead, FalconDrafter, falcon_loss)

@@ -19,8 +19,6 @@ class Flash(HeadMethod):
     )
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.flash.drafter import FlashDrafter
-        from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
-        from mmspec.drafters.heads.flash.loss import flash_loss
+        from mmspec.drafters.heads.flash.head import FlashConfig, FlashDrafter, FlashHead, flash_loss
 
         return HeadClasses(FlashConfig, FlashHead, FlashDrafter, flash_loss)

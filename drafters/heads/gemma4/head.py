@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.heads.base.head import RMSNorm
+from mmspec.drafters.heads.base.head import AttentionFn, RMSNorm
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead, DsparkLayer
 from mmspec.interfaces import SharedEmbeddings
@@ -38,7 +38,7 @@ class Gemma4Layer(DsparkLayer):
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
     def forward(
-        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
     ) -> Tensor:
         inputs = inputs + self.post_norm(self.attention(self.input_norm(inputs), cos, sin, attend))
         outputs = inputs + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(inputs)))

@@ -22,6 +22,9 @@ from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.dflash2.head import ConvConfig, Dflash2Layer, TwoTaps
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead, DsparkLayer
+from mmspec.drafters.heads.dspark.loss import BlockBatch
+from mmspec.drafters.training.batch import shift
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs
 from mmspec.interfaces import SharedEmbeddings
 
 NUM_NUMBERS = 5
@@ -200,12 +203,12 @@ class LilicorrDrafter(DsparkDrafter):
     )
     records_drafts = True
 
-    def expander(self, state: DraftState) -> PairExpander:
+    def expander(self, state: DraftState, top_k: int) -> PairExpander:
         """See `BlockDrafter`; tokens that are no candidates have no probability."""
         config, (features, logits) = self.head.config, self.block(state)
         total = logits.logsumexp(-1, keepdim=True)  # also of ids that must not be drafted, as in training
         best, candidates = (logits + state.logit_bias).topk(min(config.candidate_topk, logits.shape[-1]))
-        ids = candidates if state.draft_ids is None else state.draft_ids[candidates]
+        ids = state.target_ids(candidates)
         log_probs = logits.gather(-1, candidates) - total
         parts: Any = self.head.lattice(self.embed_ids(state, ids), log_probs, features, state.last_hidden)
         first, behind, before = (part.float() for part in parts)
@@ -213,3 +216,35 @@ class LilicorrDrafter(DsparkDrafter):
         scores = torch.cat((first, behind[:, :-1]), dim=1) @ before.transpose(-1, -2)
         allowed = torch.zeros_like(best).masked_fill(best.isneginf(), -torch.inf)
         return PairExpander(state, candidates, config.logit_scale * scores + allowed[:, :, None])
+
+
+def lilicorr_loss(given: LossInputs) -> LossAndMetrics:
+    """That of DFlash, and of the scores of candidates behind the text's own token.
+
+    As Model-Optimizer trains it without its margin and its penalty, and with the target's distribution for the label.
+    Behind a token that is no candidate all scores are 0, from which nothing is learned. Results as those of
+    `dspark_loss`, without a loss on the hidden states.
+    """
+    head, blocks = given.draft_model.head, BlockBatch.sample(given)
+    config, packed, data = head.config, blocks.packed, blocks.packed.data
+    features, context = blocks.features.flatten(0, 1), packed.gather(data.inputs).flatten(0, 1)  # [n, k, D], [n, D]
+    with torch.no_grad():
+        logits = head.logits(features, given.shared_embeddings, None)[..., : config.vocab_size].float()
+        log_probs, candidates = logits.log_softmax(-1).topk(min(config.candidate_topk, logits.shape[-1]))
+        embeds = given.shared_embeddings.embed(candidates).to(features.dtype)
+    parts: Any = head.lattice(embeds, log_probs, features, context)
+    first, behind, before = (part.float() for part in parts)
+    loss = given.accumulator(data, has_own_lm_head=True)
+    for slot, mask, outputs, labels in blocks.slots():
+        vectors = first
+        if slot:
+            tokens = packed.gather(shift(data.next_ids, slot)).flatten()
+            vectors = ((candidates[:, slot - 1] == tokens[:, None]).float()[:, None] @ behind[:, slot - 1])[:, 0]
+        scores = config.logit_scale * (before[:, slot] @ vectors[..., None])[..., 0]
+        chosen = candidates[:, slot][mask.flatten()], scores[mask.flatten()]
+
+        def choose(logits: Tensor, chosen: tuple[Tensor, Tensor] = chosen) -> tuple[Tensor, Tensor]:
+            return chosen
+
+        loss.add(slot, outputs, labels, mask=mask, choose=choose)
+    return loss.result()

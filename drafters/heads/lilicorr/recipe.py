@@ -43,8 +43,7 @@ class Lilicorr(Dspark):
     projectors = ("lilicorr",)
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.lilicorr.head import LilicorrConfig, LilicorrDrafter, LilicorrHead
-        from mmspec.drafters.heads.lilicorr.loss import lilicorr_loss
+        from mmspec.drafters.heads.lilicorr.head import LilicorrConfig, LilicorrDrafter, LilicorrHead, lilicorr_loss
 
         return HeadClasses(LilicorrConfig, LilicorrHead, LilicorrDrafter, lilicorr_loss)
 

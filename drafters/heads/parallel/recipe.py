@@ -19,8 +19,6 @@ class Parallel(HeadMethod):
     )
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
-        from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelHead
-        from mmspec.drafters.heads.parallel.loss import parallel_loss
+        from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelDrafter, ParallelHead, parallel_loss
 
         return HeadClasses(ParallelConfig, ParallelHead, ParallelDrafter, parallel_loss)

@@ -21,8 +21,7 @@ class Vispec(HeadMethod):
     name = "vispec"
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.vispec.drafter import VispecDrafter
-        from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
+        from mmspec.drafters.heads.vispec.head import VispecConfig, VispecDrafter, VispecHead
 
         return HeadClasses(VispecConfig, VispecHead, VispecDrafter)
 
@@ -32,6 +31,6 @@ class Vispec(HeadMethod):
     def load_published(
         self, values: Mapping[str, Any], weights: dict[str, Tensor], target: TargetInfo, name: str
     ) -> HeadDrafter:
-        from mmspec.drafters.heads.vispec.checkpoint import load_vispec
+        from mmspec.drafters.heads.vispec.head import load_vispec
 
         return load_vispec(values, weights, target, name)

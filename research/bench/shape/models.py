@@ -16,8 +16,7 @@ import torch
 from mmspec.app.errors import UsageError
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
-from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashDrafter, FlashHead
 from mmspec.interfaces import Drafter
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.state_dict import to_stored
 from mmspec.drafters.heads.eagle.checkpoint import is_msd
-from mmspec.drafters.heads.eagle3.drafter import eagle3_weights
 from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
@@ -88,7 +87,7 @@ def check(folder: Path, shared: SharedEmbeddings, target: TargetInfo = TARGET, o
 def test_settings_of_the_network(settings: dict[str, Any], embeddings: SharedEmbeddings, tmp_path: Path) -> None:
     drafter = check(write(tmp_path, **settings), embeddings)
     if "rope_scaling" not in settings:
-        assert eagle3_weights(drafter.head, None) is None, "C does not know it"  # type: ignore[arg-type]
+        assert drafter.c_weights(None) is None, "C does not know it"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

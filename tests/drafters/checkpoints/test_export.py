@@ -29,8 +29,7 @@ from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
-from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashDrafter, FlashHead
 from mmspec.drafters.registry import build_drafter
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo
 

@@ -24,9 +24,9 @@ from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle3.export import export_eagle3
+from mmspec.drafters.heads.eagle3.checkpoint import export_eagle3
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
-from mmspec.drafters.heads.vispec.drafter import VispecDrafter
+from mmspec.drafters.heads.vispec.head import VispecDrafter
 from mmspec.drafters.registry import HEAD_FILES, build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult

@@ -31,15 +31,13 @@ from torch import Tensor, nn
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.heads.base.block import BlockDrafter
-from mmspec.drafters.heads.base.block_tree import PathTable, candidate_paths
+from mmspec.drafters.heads.base.block_tree import candidate_paths, path_table
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
 from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
-from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
-from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
-from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelHead
+from mmspec.drafters.heads.falcon.head import FalconDrafter, FalconHead
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashDrafter, FlashHead
+from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelDrafter, ParallelHead
 from mmspec.drafters.heads.registry import find_method, methods
 from mmspec.drafters.rerank import LEVEL_PENALTY, select_nodes
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
@@ -113,7 +111,7 @@ def test_selected_nodes_are_the_most_likely(seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     slots, nodes, vocab = 2 + seed % 4, (4, 8, 16, 32)[seed % 4], (6, 40)[seed % 2]
     log_probs = (torch.randn(2, slots, vocab, generator=rng) * (1 + seed)).log_softmax(-1)
-    table = PathTable.build(slots, nodes - 1, vocab, torch.device("cpu"))
+    table = path_table(slots, nodes - 1, vocab, torch.device("cpu"))
     tokens, totals, _ = table.score_paths(log_probs[:, None], torch.zeros(2, 1))
     tree = select_nodes(None, tokens[:, 0], totals[:, 0], table.parents.expand(2, -1), max_nodes=nodes)
     for row in range(2):

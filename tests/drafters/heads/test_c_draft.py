@@ -40,8 +40,7 @@ from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
-from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashDrafter, FlashHead
 from mmspec.drafters.heads.lilicorr.head import LilicorrConfig
 from mmspec.drafters.heads.registry import HeadClasses, methods
 from mmspec.engine.tree import DraftTree

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.heads.base.expand import PairExpander
-from mmspec.drafters.heads.dflash2.head import Dflash2Config, Dflash2Drafter, Dflash2Head
-from mmspec.drafters.heads.dflash2.loss import dflash2_loss
+from mmspec.drafters.heads.dflash2.head import Dflash2Config, Dflash2Drafter, Dflash2Head, dflash2_loss
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter

@@ -22,11 +22,10 @@ from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import config as train
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
-from mmspec.drafters.heads.eagle.loss import eagle_loss
 from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, DraftModel, TrainBatch, mix_visual_inputs
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
-from mmspec.drafters.training.losses import LossInputs, LossWeights
+from mmspec.drafters.training.losses import LossInputs, LossWeights, eagle_loss
 
 DRAFT_IDS = torch.tensor([1, 2, 5, *range(8, 30)])
 LAYERS = (0, 2, 1)

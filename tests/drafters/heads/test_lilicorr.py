@@ -23,8 +23,7 @@ from published_layouts import LAYOUTS, H, V
 from slow_blocks import SlowLilicorr
 
 from mmspec.drafters.heads.base.expand import PairExpander
-from mmspec.drafters.heads.lilicorr.head import LilicorrConfig, LilicorrDrafter, LilicorrHead
-from mmspec.drafters.heads.lilicorr.loss import lilicorr_loss
+from mmspec.drafters.heads.lilicorr.head import LilicorrConfig, LilicorrDrafter, LilicorrHead, lilicorr_loss
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from watched_nodes import WatchedNodes, watch_nodes
 
 import mmspec
+from mmspec.drafters.heads.base.expand import AutoregressiveExpander
 from mmspec.drafters.mtp.assistant import AssistantExpander
-from mmspec.drafters.mtp.drafter import MTPExpander
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
 
@@ -148,7 +148,7 @@ def watched(
 ) -> Iterator[Watched]:
     """Context with the model patched with a watched drafter."""
     if model.config.model_type in own.FAMILIES:
-        nodes, slow = watch_nodes(monkeypatch, MTPExpander), own.SlowHead(model, own.head_tensors(model))
+        nodes, slow = watch_nodes(monkeypatch, AutoregressiveExpander), own.SlowHead(model, own.head_tensors(model))
         watch: Watched = WatchedHead(drafter, slow, answers, nodes)
     else:
         assistant = assistants.build_assistant(model, centroids=drafter.head.centroids is not None)

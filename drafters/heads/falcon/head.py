@@ -8,21 +8,25 @@ hidden state as in EAGLE, in place of the paper's LSTM, whose released code carr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from mmspec.drafters.heads.base.attention import cached_attention
+from mmspec.drafters.heads.base.attention import CachedAttention
 from mmspec.drafters.heads.base.block import BlockDrafter
+from mmspec.drafters.heads.base.block_tree import path_table
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.rerank import NodePool
+from mmspec.drafters.training.batch import HeadInputsAndLabels, PackedQueries, shift
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs, RolloutCache
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import SharedEmbeddings
 
 
 class FalconHead(EagleHead):
@@ -34,27 +38,15 @@ class FalconHead(EagleHead):
             raise ValueError(f"a Falcon head needs block_size of at least 2; got {config.block_size}.")
 
 
-@dataclass
-class FalconState(DraftState):
-    """State of one call.
-
-    Attributes:
-        block: [B, 2 k - 1, D] the outputs at the last k positions, then the last k - 1 inputs; None before the prompt.
-    """
-
-    kept: ClassVar[tuple[str, ...]] = ("last_hidden", "block")
-    block: Tensor | None = None
-
-
 class FalconDrafter(BlockDrafter):
     """Drafts with a `FalconHead`: up to `max_forwards` blocks, of each of which `top_k` paths are continued.
 
     A level is a block, which takes one forward. The layer's keys and values depend
     on its inputs only, so when the block boundaries move, the positions of the last block only need new queries.
+    `DraftState.carry` is [B, 2 k - 1, D]: the outputs at the last k positions, then the last k - 1 inputs.
     """
 
     head: FalconHead
-    state_class = FalconState
     records_drafts = True
 
     def __init__(
@@ -85,10 +77,8 @@ class FalconDrafter(BlockDrafter):
             raise ValueError(f"max_forwards must be at least 1; got {max_forwards}.")
         self.max_levels, self.max_depth = max_forwards, max_forwards * self.block_size
 
-    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        self._extend(state, inputs, position_ids, counts, is_prompt=not any(state.kv_cache.seq_lens))
-        lengths = state.kv_cache.seq_lens
-        state.kv_cache.seq_lens = [length + count for length, count in zip(lengths, counts, strict=True)]
+    def extend_prompt(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        self._extend(state, inputs, position_ids, counts, is_prompt=True)
 
     def extend_rows(
         self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
@@ -104,9 +94,8 @@ class FalconDrafter(BlockDrafter):
         is_prompt: bool,
     ) -> None:
         """Append the inputs to the cache, and compute the outputs of the last block; of a prompt those only."""
-        assert isinstance(state, FalconState)
         kv_cache, k, (batch, n, hidden), device = state.kv_cache, self.block_size, inputs.shape, inputs.device
-        previous = inputs.new_zeros(batch, k - 1, hidden) if state.block is None else state.block[:, k:]
+        previous = inputs.new_zeros(batch, k - 1, hidden) if state.carry is None else state.carry[:, k:]
         seq_lens = kv_cache.lengths_on(device)[:, None]
         num_new = (counts if isinstance(counts, Tensor) else from_host(counts, device))[:, None]
         inputs = torch.cat((previous, inputs), dim=1)
@@ -116,17 +105,17 @@ class FalconDrafter(BlockDrafter):
         cos, sin = self.rotary_embedding(state, torch.cat((previous_ids, position_ids), dim=1))
         mask = torch.arange(kv_cache.kv_len, device=device) < (seq_lens + num_new)[..., None]
         last_block = (num_new - 1).clamp(min=0) + torch.arange(k, device=device)
-        attend = cached_attention(kv_cache, mask[:, None], num_cached=k - 1)
+        attend = CachedAttention(kv_cache, mask[:, None], num_cached=k - 1)
         outputs = self.head(inputs, cos, sin, attend, last_block if is_prompt else None)
         outputs = outputs if is_prompt else gather_rows(outputs, last_block)
         block = torch.cat((outputs, gather_rows(inputs, last_block)[:, 1:]), dim=1)
-        state.block = block if state.block is None else torch.where(num_new[..., None] == 0, state.block, block)
-        state.last_hidden = state.block[:, k - 1]
+        state.carry = block if state.carry is None else torch.where(num_new[..., None] == 0, state.carry, block)
+        state.last_hidden = state.carry[:, k - 1]
 
     def block_features(self, state: DraftState) -> Tensor:
         """Outputs of the last block."""
-        assert isinstance(state, FalconState) and state.block is not None
-        return state.block[:, : self.block_size]
+        assert state.carry is not None
+        return state.carry[:, : self.block_size]
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Block by block: the likeliest paths through a block are the inputs of the next (Falcon, section 3.3).
@@ -140,7 +129,7 @@ class FalconDrafter(BlockDrafter):
         if max_nodes - 1 < k:
             return super().draft_tree(state, max_nodes, 1)
         batch, device = len(state.last_hidden), state.last_hidden.device
-        table = self.path_table(state, max_nodes, k)
+        table = path_table(k, max_nodes - 1, len(state.logit_bias), device)
         top_k = min(self.top_k_of(state), len(table.full_paths))
         noise = state.log_noise(num_levels * k)
         expander = AutoregressiveExpander(self, state, top_k, positions_per_node=k)
@@ -172,3 +161,91 @@ class FalconDrafter(BlockDrafter):
             features = hidden_states.unflatten(1, (top_k, k))
         expander.close()
         return pool.select(state.draft_ids, max_nodes)
+
+
+GLANCE_RATIO = 0.4
+"""Share of the wrong positions whose inputs are replaced at the start of training; it decreases linearly to 0."""
+
+
+def falcon_loss(given: LossInputs) -> LossAndMetrics:
+    """Coupled sequential glancing distillation (Falcon, section 3.2).
+
+    A first forward counts the positions whose prediction is wrong. A decreasing share of that number of positions
+    receive their own label as input, so that the others of their block learn with it. Then blocks are drafted behind
+    blocks, as in a tree; at most two, of the `ttt_steps`.
+    """
+    head, data = given.draft_model.head, given.aligned()
+    k, n, device = head.config.block_size, data.inputs.shape[1], data.inputs.device
+    start = int(torch.randint(k, (), generator=given.progress.rng))
+    offset = torch.arange(n, device=device) + start
+    block = offset // k
+    glanced = torch.zeros_like(data.loss_mask)
+    if (share := GLANCE_RATIO * (1 - given.progress.fraction)) > 0:
+        with torch.no_grad():
+            outputs = _BlockCache(head, data, block).forward(data.inputs)
+            glanced = _glance_mask(outputs, data, given.shared_embeddings, block, k, share, given.progress.rng)
+    label_inputs = head.fuse(shift(data.next_embeds, k), shift(data.target_hidden, k - 1))
+    inputs = torch.where(glanced[..., None], label_inputs, data.inputs)
+    cache = _BlockCache(head, data, block)
+    loss = given.accumulator(data)
+    # Each `ttt_step` is a whole block further on; those after the first read the head's own outputs.
+    for ttt_step in range(min(2, given.weights.ttt_steps)):
+        outputs = cache.forward(inputs, ttt_step * k)
+        for slot in range(k):
+            distance = k - 1 + ttt_step * k
+            mask = data.loss_mask_at(distance) & ~glanced & (offset % k == slot)
+            loss.add(slot + ttt_step * k, outputs[mask], shift(data.target_hidden, distance)[mask])
+        inputs = head.fuse(shift(data.next_embeds, (ttt_step + 1) * k), outputs)
+    return loss.result()
+
+
+def _glance_mask(
+    outputs: Tensor,
+    data: HeadInputsAndLabels,
+    shared_embeddings: SharedEmbeddings,
+    block: Tensor,
+    k: int,
+    share: float,
+    rng: torch.Generator,
+) -> Tensor:
+    """[B, n] bool, positions that receive their label: a first part, never all, of randomly chosen blocks.
+
+    Args:
+        outputs: [B, n, D] of a first forward.
+        data: of the batch.
+        shared_embeddings: of the target.
+        block: [n] int64 block of each position.
+        k: block size.
+        share: of the wrong positions.
+        rng: random generator.
+    """
+    mask, target_hidden = data.loss_mask_at(k - 1), shift(data.target_hidden, k - 1)
+    predicted, labels = (shared_embeddings.logits(states).argmax(-1) for states in (outputs, target_hidden))
+    is_wrong = (predicted != labels) & mask
+    rate = share * is_wrong.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    num_blocks = int(block[-1]) + 1
+    # A chosen block gives away 1 to k - 1 of its positions, k / 2 in the mean.
+    draw = torch.rand(len(outputs), num_blocks, generator=rng).to(outputs.device)
+    num_glanced = torch.randint(1, k, (len(outputs), num_blocks), generator=rng).to(outputs.device)
+    num_glanced = torch.where(draw < 2 * rate, num_glanced, 0)
+    slot = torch.arange(len(block), device=outputs.device) - torch.searchsorted(block, block)
+    return mask & (slot < num_glanced[:, block])
+
+
+class _BlockCache(RolloutCache):
+    """In `ttt_step` 0 a position attends to all blocks up to its own, later also to its block in the steps in between.
+
+    All positions are queries.
+    """
+
+    def __init__(self, head: FalconHead, data: HeadInputsAndLabels, block: Tensor) -> None:
+        super().__init__(head, PackedQueries(data, torch.ones_like(data.loss_mask)))
+        self.context_mask = block <= block[:, None]
+        self.block_mask = block == block[:, None]
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self._append(queries.shape[1] // keys.shape[1], keys, values)
+        mask = torch.cat([self.context_mask, *[self.block_mask] * (len(self.keys) - 1)], dim=1)
+        return functional.scaled_dot_product_attention(
+            queries, torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2), mask
+        )
