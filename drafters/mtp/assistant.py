@@ -21,7 +21,7 @@ from mmspec.cpu.draft_types import AssistantWeights, HeadWeights
 from mmspec.drafters.heads.base.attention import select_last
 from mmspec.drafters.heads.base.c_draft import CDraft, own_lm_head, shared_weights
 from mmspec.drafters.heads.base.config import HeadConfig
-from mmspec.drafters.heads.base.expand import StatelessExpander, expand_levels
+from mmspec.drafters.heads.base.expand import LevelExpander, expand_levels
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.own import OwnDrafter
@@ -85,7 +85,7 @@ class AssistantHead(DraftHead):
         return all_ids.scatter(-1, ids, some)
 
 
-class AssistantExpander(StatelessExpander):
+class AssistantExpander(LevelExpander):
     """Levels of nodes that see the target's text alone."""
 
     def __init__(self, drafter: AssistantDrafter, state: DraftState) -> None:

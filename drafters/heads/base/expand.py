@@ -7,7 +7,8 @@ level, those of block drafters without a further forward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,21 +23,21 @@ if TYPE_CHECKING:
     from mmspec.drafters.heads.base.drafter import HeadDrafter
 
 
-class LevelExpander(Protocol):
+class LevelExpander(ABC):
     """Computes the distributions of the children of W nodes of one level at a time.
 
     Attributes:
+        state: of the call.
         root_hidden: [B, 1, D] the head's output at the root.
+        candidates: [B, levels, C] tokens of the draft vocabulary to which the logits of each level belong; the others
+            have no probability. None for all.
     """
 
+    state: DraftState
     root_hidden: Tensor
+    candidates: Tensor | None = None
 
-    @property
-    def candidates(self) -> Tensor | None:
-        """[B, levels, C] tokens of the draft vocabulary to which the logits of each level belong; the others have no
-        probability. None for all.
-        """
-
+    @abstractmethod
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         """Hidden states of the nodes of one level: the head's output at each.
 
@@ -49,23 +50,28 @@ class LevelExpander(Protocol):
             [B, W, D'].
         """
 
+    @abstractmethod
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
         """[B, W, V'], or [B, W, C], logits of the children of W nodes of this level, from their hidden states."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, W, D''] what `expand` takes as embeddings of tokens [B, W] of the draft vocabulary."""
+        return self.state.embed(tokens)
 
     def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
         """Log probabilities of acceptance [B, W, K] from those of the best children, greedy decoding only."""
+        return log_probs
 
     def select_parents(self, parent_index: Tensor) -> None:
         """Continue below these nodes: [B, W, 1] int64, indices into the nodes of the last `expand`.
 
         Keys and values stay in the order of the forwards; only the attention mask follows the chosen nodes.
         """
+        return
 
     def close(self) -> None:
         """Restore the KV cache as it was before the draft."""
+        return
 
 
 def expand_levels(
@@ -123,24 +129,7 @@ def expand_levels(
     return pool.select(state.draft_ids, max_nodes)
 
 
-class ExpanderDefaults:
-    """Base of a `LevelExpander`: embeddings of the target, probabilities as the head gives them.
-
-    Attributes:
-        state: of the call.
-    """
-
-    state: DraftState
-    candidates: Tensor | None = None
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.state.embed(tokens)
-
-    def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
-        return log_probs
-
-
-class AutoregressiveExpander(ExpanderDefaults):
+class AutoregressiveExpander(LevelExpander):
     """One forward of the head per level; a node attends to the context and to its own ancestors."""
 
     def __init__(self, drafter: HeadDrafter, state: DraftState, num_nodes: int, positions_per_node: int = 1) -> None:
@@ -199,17 +188,7 @@ class AutoregressiveExpander(ExpanderDefaults):
         self.state.kv_cache.seq_lens = self.seq_lens
 
 
-class StatelessExpander(ExpanderDefaults):
-    """Base of a `LevelExpander` that runs no further forward, so it has no mask to select and no cache to restore."""
-
-    def select_parents(self, parent_index: Tensor) -> None:
-        """See `LevelExpander`."""
-
-    def close(self) -> None:
-        """See `LevelExpander`."""
-
-
-class PairExpander(StatelessExpander):
+class PairExpander(LevelExpander):
     """A `LevelExpander` over scores of pairs: of the candidates of each position behind those of the position before.
 
     The hidden state of a node is its place among the candidates of its position.

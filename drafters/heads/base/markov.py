@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from mmspec.drafters.heads.base.block import BlockDrafter
 from mmspec.drafters.heads.base.config import HeadConfig
-from mmspec.drafters.heads.base.expand import StatelessExpander
+from mmspec.drafters.heads.base.expand import LevelExpander
 from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState
 
@@ -52,7 +52,7 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return functional.pad(logits, (0, size - logits.shape[-1]))  # a negative width crops
 
 
-class CorrectionExpander(StatelessExpander):
+class CorrectionExpander(LevelExpander):
     """A `LevelExpander` that applies the LM head once for the whole block, and corrects each node by those before it.
 
     Attributes:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from mmspec.drafters.heads.base.attention import CachedAttention, select_last
 from mmspec.drafters.heads.base.block import BlockDrafter
-from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.heads.base.expand import LevelExpander
 from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
@@ -65,7 +65,7 @@ class ParallelHead(EagleHead):
         self.token_correction = TokenCorrection(config) if config.block_ffn_size else None
 
 
-class CorrectedExpander(StatelessExpander):
+class CorrectedExpander(LevelExpander):
     """A `LevelExpander` whose levels are the mask positions, each corrected by the token before it."""
 
     def __init__(self, drafter: ParallelDrafter, token_correction: TokenCorrection, state: DraftState) -> None:
