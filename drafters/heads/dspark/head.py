@@ -37,9 +37,6 @@ class DsparkConfig(HeadConfig):
         causal_layers: whether the positions of a block see no later ones, in each layer (DFlash); empty: no.
     """
 
-    input_norm: ClassVar[bool] = True
-    qk_norm: ClassVar[bool] = True
-
     num_hidden_layers: int = 1
     markov_rank: int = 0
     layer_mixture: bool = False
@@ -57,7 +54,7 @@ class DsparkConfig(HeadConfig):
 class DsparkLayer(DecoderLayer):
     """A Qwen3 decoder layer: queries and keys are normalised per head."""
 
-    has_output_bias = True
+    is_qwen3 = True
     input_norm: RMSNorm
 
 

@@ -41,15 +41,16 @@ class DecoderLayer(nn.Module):
     """A Llama decoder layer with fused QKV and gate-up projections, since small products are bound by call overhead.
 
     Attributes:
-        has_output_bias: whether the output projection has biases where those of queries, keys and values have.
+        is_qwen3: whether it is Qwen3's: inputs, queries and keys are normalised, whatever the config says, and the
+            output projection has biases where those of queries, keys and values have.
     """
 
-    has_output_bias: ClassVar[bool] = False
+    is_qwen3: ClassVar[bool] = False
 
     def __init__(self, config: Any, input_size: int = 0) -> None:
         """
         Args:
-            config: of the head, with `input_norm` and `qk_norm` as in `EagleConfig`.
+            config: of the head; but for Qwen3's layers an `EagleConfig`.
             input_size: numbers per position that the attention reads; 0 for the hidden size.
         """
         super().__init__()
@@ -57,16 +58,17 @@ class DecoderLayer(nn.Module):
         hidden, self.head_dim = config.hidden_size, config.head_dim
         self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         self.qkv_proj = nn.Linear(input_size or hidden, sum(self.sizes) * self.head_dim, bias=config.qkv_bias)
-        output_bias = config.qkv_bias and self.has_output_bias
+        output_bias = config.qkv_bias and self.is_qwen3
         self.o_proj = nn.Linear(self.sizes[0] * self.head_dim, hidden, bias=output_bias)
         self.has_mlp = config.intermediate_size > 0
         if self.has_mlp:
             self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
             self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
             self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.input_norm = RMSNorm(hidden, config.rms_norm_eps) if config.input_norm else None
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        has_input_norm, has_qk_norm = self.is_qwen3 or config.input_norm, self.is_qwen3 or config.qk_norm
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps) if has_input_norm else None
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if has_qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if has_qk_norm else None
 
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
