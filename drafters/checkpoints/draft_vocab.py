@@ -53,8 +53,7 @@ def hidden_state_indices(named: Mapping[str, tuple[Any, int]], target: TargetInf
         indices = tuple(layer + offset for layer in layers)
         if min(indices) < 0 or max(indices) > target.num_layers:
             raise ValueError(
-                f"{key} {list(layers)} are not all layers of this target, whose hidden states are 0 to "
-                f"{target.num_layers}."
+                f"{key} {list(layers)} are not all layers of this target, which has 0 to {target.num_layers}."
             )
         return indices
     return ()
