@@ -65,30 +65,6 @@ def test_every_drafter_gives_the_same_captions(pictures: Path, tmp_path: Path, d
     assert [row["caption"] for row in plain] == [row["caption"] for row in drafted]
 
 
-def test_sampled_captions_do_not_depend_on_interruptions(pictures: Path, tmp_path: Path) -> None:
-    args = (
-        "--model",
-        "tiny",
-        "--temperature",
-        0.8,
-        "--seed",
-        5,
-        "--max-new-tokens",
-        12,
-        "--batch-size",
-        4,
-        "--compare",
-    )
-    assert caption(pictures, "--out", tmp_path / "a.jsonl", *args) == 0
-    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "b.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:40])
-    (tmp_path / "b.meta.json").write_bytes((tmp_path / "a.meta.json").read_bytes())
-    assert caption(pictures, "--out", tmp_path / "b.jsonl", *args) == 0
-    whole, resumed = rows_of(tmp_path / "a.jsonl"), rows_of(tmp_path / "b.jsonl")
-    assert [row["caption"] for row in whole] == [row["caption"] for row in resumed]
-    assert len({row["caption"] for row in whole}) == 10 and all(row["identical"] for row in resumed)
-
-
 def test_stdout_holds_nothing_but_rows(pictures: Path, capfdbinary: Any) -> None:
     assert caption(*sorted(pictures.iterdir())[:2], "--model", "tiny", "--max-new-tokens", 4) == 0
     out, err = capfdbinary.readouterr()

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from caption_jobs import Fake
+from caption_jobs import Fake, run_config
 from fuzz import patch_model
 from test_app_prompts import THINKING_TEMPLATE
 from test_app_variants import rows
 
 import mmspec
-from mmspec.app.caption.command import build_config, build_output
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo
-from mmspec.app.caption.executor import LocalExecutor
-from mmspec.app.caption.job import CaptionJob
+from mmspec.app.caption.command import build_config
+from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.loops import without_loop
 from mmspec.app.cli.main import build_parser, main
 from mmspec.app.errors import UsageError
@@ -49,7 +47,7 @@ def config(*words: object) -> CaptionConfig:
 def run_fake(*words: object) -> tuple[int, Fake]:
     """A job with a stand-in for the model, configured as the command line does it."""
     fake, options = Fake(), config("p", "--model", "m", *words)
-    return CaptionJob(options, build_output(options, ProcessInfo()), LocalExecutor(options, lambda: fake)).run(), fake
+    return run_config(options, fake), fake
 
 
 def refused(capsys: Any, *words: object) -> str:
@@ -224,10 +222,7 @@ def test_a_job_is_run_again_from_its_file(folder: Path, form: str, monkeypatch: 
     assert again.fingerprint(1) == first.fingerprint(1) and again.prompts == first.prompts
     assert (again.limit, again.batch_size, again.compare, again.format) == (2, first.batch_size, -1, form)
     fake = Fake()
-    assert (
-        CaptionJob(again, build_output(again, ProcessInfo()), LocalExecutor(again, lambda: fake)).run() == 0
-        and not fake.calls
-    )
+    assert run_config(again, fake) == 0 and not fake.calls
     assert config("--config", file, "--limit", 3, "--stop", "x").stop == ("x",)
     assert tomllib.loads(file.read_text())["paths"] == [str(folder / "p")]
 
@@ -333,7 +328,7 @@ def test_a_table_that_excel_saved_is_a_list_again(folder: Path) -> None:
     with Path("saved.csv").open("w", encoding="cp1252", newline="") as stream:
         csv.writer(stream, delimiter=";", lineterminator="\r\n").writerows(table)
     options = config("saved.csv", "--model", "m", "--prompt", "Shorten: {Caption}", "--limit", 2, "--out", "s.jsonl")
-    assert CaptionJob(options, build_output(options, ProcessInfo()), LocalExecutor(options, Fake)).run() == 0
+    assert run_config(options) == 0
     captions = [dict(zip(table[0], row, strict=True))["caption"] for row in table[1:3]]
     assert [row["prompt"] for row in rows(Path("s.jsonl")).values()] == [f"Shorten: {text}" for text in captions]
 

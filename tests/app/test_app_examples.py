@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caption_jobs import run_config
 from job_rows import rows_of
 from PIL import Image
 
+import mmspec
 from mmspec.app import examples as demo
+from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError
@@ -77,24 +80,15 @@ def test_scenes_look_like_scenes_and_photographs_do_not(tmp_path: Path) -> None:
 
 
 def test_a_photograph_causes_one_warning(tmp_path: Path, capsys: Any) -> None:
-    from mmspec.app.caption.config import CaptionConfig
-    from mmspec.app.caption.executor import LocalExecutor
-    from mmspec.app.caption.job import CaptionJob
-    from mmspec.app.io.output import OutputJob
-    from mmspec.app.io.output_file import FileOutput
-
     (tmp_path / "in").mkdir()
     render_scene(generate_scene(1)).save(tmp_path / "in" / "a.png")
     for number in range(3):
         photograph(number).save(tmp_path / "in" / f"b{number}.png")
-    import mmspec
-
     model, processor = random_model("tiny")
     captioner = Captioner(mmspec.patch(model, "none"), processor, max_new_tokens=4)
     for name, num_hints in (("scenes", 1), ("tiny", 0)):
         settings = CaptionConfig((str(tmp_path / "in"),), name, out=str(tmp_path / f"{name}.jsonl"), progress=False)
-        output = FileOutput(Path(settings.out), OutputJob(settings.fingerprint(1)))
-        assert CaptionJob(settings, output, LocalExecutor(settings, lambda: captioner)).run() == 0
+        assert run_config(settings, captioner) == 0
         err = capsys.readouterr().err
         assert err.count(OUT_OF_DOMAIN_HINT) == num_hints
         assert not num_hints or "in/b0.png does not look like" in err

@@ -98,16 +98,12 @@ def test_a_probe_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> N
     ["./nosuch", "../nosuch/model", "/no/such/model", "~/nosuch", "models/llava/7b", "nosuch/", ".\\nosuch", " "],
 )
 def test_a_model_folder_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmspec.app.errors import UsageError
-
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="no such folder"):
         load_model(name)
 
 
 def test_a_model_that_is_a_file_or_an_empty_folder(tmp_path: Path) -> None:
-    from mmspec.app.errors import UsageError
-
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file: name the folder"):
         load_model(str(tmp_path / "file"))

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from caption_jobs import Fake
+from caption_jobs import Fake, run_config
 from json_words import needs_packages, write_signs
 from test_app_caption_options import NOWHERE, config, folder, refused
 from test_app_variants import rows
 
-from mmspec.app.caption.command import build_output
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo
-from mmspec.app.caption.executor import LocalExecutor
-from mmspec.app.caption.job import CaptionJob
+from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.schema import column_values, fault_of, schema_columns
 from mmspec.app.cli.main import main
 
@@ -55,7 +52,7 @@ def test_rows_have_the_properties_as_columns_or_an_error(folder: Path, form: str
     (folder / "s.json").write_text(json.dumps(loose))
     name = "o.jsonl" if form == "jsonl" else "o.parquet"
     options = config("p", "--model", "m", "--json-schema", "s.json", "--out", name)
-    assert CaptionJob(options, build_output(options, ProcessInfo()), LocalExecutor(options, Answers)).run() == 1
+    assert run_config(options, Answers()) == 1
     if form == "jsonl":
         found = list(rows(Path(name)).values())
     else:

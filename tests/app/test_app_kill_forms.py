@@ -5,23 +5,16 @@ Processes are forked from this one, which has imported everything; captions come
 
 from __future__ import annotations
 
-import multiprocessing
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from caption_jobs import NAMES, SHARDS, good, job, written
+from caption_jobs import NAMES, SHARDS, good, job, run_with_kills, written
 from job_rows import check_widths
 from PIL import Image
-from test_app_kills_inputs import Counted
 
 NUM_PICTURES, NUM_KILLS = 48, 2
-
-
-def run(form: str, number: Any) -> None:
-    job(form, Counted(number), batch_size=4, rows_per_shard=20, progress=False, threads=2).run()
 
 
 @pytest.mark.every(2)
@@ -33,19 +26,8 @@ def test_a_killed_job_is_completed(form: str, tmp_path: Path, monkeypatch: pytes
     Path("p").mkdir()
     for number in range(NUM_PICTURES):
         Image.new("RGB", (10 + number, 8)).save(f"p/{number:02}.png")
-    fork, rng = multiprocessing.get_context("fork"), random.Random(form)
-    number = fork.Value("i", 0)
-    for kill in range(NUM_KILLS + 1):
-        process = fork.Process(target=run, args=(form, number))
-        process.start()
-        target = number.value + rng.randint(1, NUM_PICTURES // 3)
-        while process.is_alive() and (kill == NUM_KILLS or number.value < target):
-            time.sleep(0.001)
-        if kill < NUM_KILLS:
-            assert process.is_alive(), "the job ended before it was killed"
-            process.kill()
-        process.join()
-    assert process.exitcode == 0
+    options: dict[str, Any] = {"batch_size": 4, "rows_per_shard": 20, "progress": False, "threads": 2}
+    run_with_kills(lambda fake: job(form, fake, **options).run(), random.Random(form), NUM_KILLS, NUM_PICTURES // 3, 0)
     assert good(form) == {f"{number:02}": f"{10 + number} x" for number in range(NUM_PICTURES)}
     assert not [
         name for name in written() if ".part" in name or ".open" in name or name.endswith((".job", ".job.json"))

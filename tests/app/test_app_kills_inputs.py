@@ -9,26 +9,23 @@ from __future__ import annotations
 import http.server
 import io
 import json
-import multiprocessing
 import os
 import random
 import tarfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from caption_jobs import Fake
+from caption_jobs import run_config, run_with_kills
 from job_rows import check_widths, rows_of
 from PIL import Image
+from video_files import write_video
 
-from mmspec.app.caption.command import build_output
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo
-from mmspec.app.caption.executor import LocalExecutor
-from mmspec.app.caption.job import CaptionJob
+from mmspec.app.caption.config import CaptionConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -105,17 +102,10 @@ def write_list(path: Path, count: int) -> None:
 
 def write_clips(folder: Path, count: int) -> None:
     """Short clips, every fourth cut in the middle."""
-    av = pytest.importorskip("av", reason="optional: mmspec[video]")
     folder.mkdir()
     for number in range(count):
-        path = folder / f"{number}.mp4"
-        with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
-            stream = container.add_stream("mpeg4", rate=10)
-            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-            for shade in range(8):
-                frame = av.VideoFrame.from_image(Image.new("RGB", (64, 48), (shade * 30, number, 0)))
-                container.mux(stream.encode(frame))
-            container.mux(stream.encode())
+        frames = [np.full((48, 64, 3), (shade * 30, number, 0), np.uint8) for shade in range(8)]
+        path = write_video(folder / f"{number}.mp4", frames, "mpeg4", format={"movflags": "faststart"})
         if number % 4 == 3:
             path.write_bytes(path.read_bytes()[: path.stat().st_size * 7 // 10])
 
@@ -150,53 +140,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         server.shutdown()
 
 
-class Counted(Fake):
-    """Captions that count themselves for the parent process; also of clips."""
-
-    def __init__(self, number: Any) -> None:
-        super().__init__()
-        self._number = number
-
-    def caption(self, images: Any, prompts: Sequence[str], *rest: Any) -> Any:
-        with self._number.get_lock():
-            self._number.value += len(images)
-        first = [image if isinstance(image, Image.Image) else image.frames[0] for image in images]
-        return super().caption(first, prompts, *rest)
-
-
-def run(paths: Sequence[str], out: Path, name: str, number: Any, failures: Any) -> None:
-    config = CaptionConfig(
-        tuple(paths), model="m", out=str(out), format=name, batch_size=4, urls="any", prompt_column="prompt",
-        rows_per_shard=150, progress=False, threads=2, frames=2,
-    )  # fmt: skip
-    try:
-        CaptionJob(config, build_output(config, ProcessInfo()), LocalExecutor(config, lambda: Counted(number))).run()
-    except BaseException as error:
-        failures.put(f"{type(error).__name__}: {error}")
-        raise
-
-
 @pytest.mark.parametrize("name", ["jsonl", "parquet", "webdataset"])
 def test_every_row_is_there_once(name: str, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmspec.app.io.web.RETRY_WAITS_S", (0.0, 0.0))
     out, rng = tmp_path / ("out.jsonl" if name == "jsonl" else "out"), random.Random(name)
-    fork = multiprocessing.get_context("fork")
-    number, failures, kills = fork.Value("i", 0), fork.Queue(), 0
-    while True:
-        job = fork.Process(target=run, args=(inputs, out, name, number, failures))
-        job.start()
-        target = number.value + rng.randint(1, 90)
-        while job.is_alive() and (kills == NUM_KILLS or number.value < target):
-            time.sleep(0.002)
-        if kills == NUM_KILLS:
-            break
-        time.sleep(rng.uniform(0, 0.05))
-        assert job.is_alive(), failures.get(timeout=5) if not failures.empty() else "the job ended before the last kill"
-        job.kill()
-        job.join()
-        kills += 1
-    job.join()
-    assert job.exitcode == 0, failures.get(timeout=5)
+    config = CaptionConfig(
+        tuple(inputs), model="m", out=str(out), format=name, batch_size=4, urls="any", prompt_column="prompt",
+        rows_per_shard=150, progress=False, threads=2, frames=2,
+    )  # fmt: skip
+    run_with_kills(lambda captioner: run_config(config, captioner), rng, NUM_KILLS, 90, 0.05)
     check_widths(out)
     rows = rows_of(out)
     assert Counter(Counter(row["id"] for row in rows).values()) == {1: NUM_ROWS}
@@ -206,7 +158,9 @@ def test_every_row_is_there_once(name: str, inputs: list[str], tmp_path: Path, m
     for row in rows:  # no caption of another picture
         if row["caption"] and row["id"].partition("#")[0].endswith(".parquet"):
             assert row["caption"].split()[0] == str(10 + expected_number(row) % 50), row
-    print(f"\n{name}: {kills} kills, {NUM_ROWS} rows, {NUM_ROWS - reasons.total()} captions, errors {dict(reasons)}")
+    print(
+        f"\n{name}: {NUM_KILLS} kills, {NUM_ROWS} rows, {NUM_ROWS - reasons.total()} captions, errors {dict(reasons)}"
+    )
 
 
 def expected_number(row: dict[str, Any]) -> int:

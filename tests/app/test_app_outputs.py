@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from caption_jobs import Fake
+from caption_jobs import Fake, run_config
 from input_table import line
 from job_rows import rows_of, samples
 from PIL import Image
 
-from mmspec.app.caption.command import build_output, check_texts
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo
-from mmspec.app.caption.executor import LocalExecutor
-from mmspec.app.caption.job import CaptionJob
+from mmspec.app.caption.command import check_texts
+from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.errors import UsageError
 from mmspec.app.io import content, held
 from mmspec.app.io.content import InlineBytes, Unreadable
@@ -52,8 +50,7 @@ def decoded_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(paths: Sequence[str], out: Path, name: str = "webdataset", fake: Fake | None = None, **options: Any) -> int:
     if name == "parquet":
         pytest.importorskip("pyarrow", reason="optional: mmspec[data]")
-    config = CaptionConfig(tuple(paths), model="m", out=str(out), format=name, batch_size=4, **options)
-    return CaptionJob(config, build_output(config, ProcessInfo()), LocalExecutor(config, lambda: fake or Fake())).run()
+    return run_config(CaptionConfig(tuple(paths), model="m", out=str(out), format=name, batch_size=4, **options), fake)
 
 
 def table(path: Path, cells: Sequence[Any]) -> str:

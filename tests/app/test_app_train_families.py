@@ -35,7 +35,7 @@ def available(*families: str) -> list[str]:
 
 GRIDS = available("qwen3_vl", "gemma3", "smolvlm", "internvl", "mistral3")
 TRAINED = [*GRIDS, *available("qwen3_5", "paligemma", "gemma4")]
-READ = [*GRIDS, *available("qwen3_5", "paligemma", "gemma4", "ernie4_5_vl_moe", "glm4v")]
+READ = [*GRIDS, *available("llava", "qwen3_5", "paligemma", "gemma4", "ernie4_5_vl_moe", "glm4v")]
 SCALED = available(
     *("gemma2", "gemma3", "gemma4", "paligemma", "granite", "hyperclovax_vision_v2"),
     *("cohere2", "cohere_compass", "aya_vision", "cohere2_vision", "qwen3_vl", "mistral3"),
@@ -192,6 +192,8 @@ def test_training_reads_the_hidden_states_of_decoding(
         length = output.sequences.shape[1]
         assert torch.equal(batch.input_ids[row, :length], output.sequences[0])
         assert int(batch.attention_mask[row].sum()) == length
+        answer = batch.response_mask[row].nonzero().flatten().tolist()
+        assert answer == list(range(inputs["input_ids"].shape[1], length))
         for found, index in ((batch.inputs_embeds, 0), (batch.hidden_states, -1)):
             expected = torch.cat([states[index] for states in output.hidden_states], dim=1)[0]
             assert torch.allclose(found[row, : length - 1], expected, atol=1e-4)

@@ -53,7 +53,7 @@ def test_each_prompt_is_a_row(pictures: Path, tmp_path: Path) -> None:
 
 
 def test_a_job_is_resumed_row_by_row(pictures: Path, tmp_path: Path, capsys: Any) -> None:
-    options = ("--prompts", tmp_path / "prompts.txt", "--num-captions", "2", "--temperature", "1")
+    options = ("--prompts", tmp_path / "prompts.txt", "--num-captions", "2", "--temperature", "1", "--compare", "all")
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     for out in (whole, part):
         assert caption(pictures, *options, "--out", out) == 0

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
-from collected import collect_items
 from job_rows import rows_of
 from PIL import Image
 from transformers import LlavaNextVideoProcessor
@@ -26,7 +25,6 @@ from transformers.video_utils import make_batched_videos
 from video_files import (
     FAULTY_READER,
     decoder_command_running,
-    grey_frame_numbers,
     write_audio_only,
     write_empty_video,
     write_video,
@@ -38,7 +36,7 @@ from mmspec.app.caption import executor
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.cli.main import main
 from mmspec.app.io.images import Video
-from mmspec.app.io.videos import load_media, load_video
+from mmspec.app.io.videos import load_video
 from mmspec.app.modeling import load
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import ChatTurn, accepts_videos, build_inputs, encode_media, to_model_device
@@ -114,16 +112,6 @@ def clips(tmp_path: Path) -> Path:
 
 
 # --- as a video, or as pictures ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("suffix", "codec"), [("wmv", "wmv2"), ("flv", "flv1"), ("3gp", "h264"), ("mpeg", "mpeg2video")]
-)
-def test_what_is_named_like_a_video_is_one(suffix: str, codec: str, tmp_path: Path) -> None:
-    file = write_video(tmp_path / f"clip.{suffix}", 8, codec, fps=25)
-    assert [item.path for item in collect_items([str(tmp_path)], tmp_path)] == [file]
-    media = load_media(file, 4)
-    assert isinstance(media, Video) and grey_frame_numbers(list(media.frames)) == [1, 3, 5, 7]
 
 
 def test_a_model_that_takes_videos_gets_videos(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +67,45 @@ def kill_after(batches: int) -> Fake:
 
     fake = Fake(before=before)
     return fake
+
+
+class Counted(Fake):
+    """Captions that count themselves for the parent process; also of clips."""
+
+    def __init__(self, number: Any) -> None:
+        super().__init__()
+        self._number = number
+
+    def caption(self, images: Any, prompts: Sequence[str], *rest: Any) -> Any:
+        with self._number.get_lock():
+            self._number.value += len(images)
+        first = [image if isinstance(image, Image.Image) else image.frames[0] for image in images]
+        return super().caption(first, prompts, *rest)
+
+
+def run_with_kills(run: Callable[[Fake], Any], rng: random.Random, num_kills: int, most: int, pause_s: float) -> None:
+    """Processes, forked from this one, that run a job one after the other. Each but the last is killed by SIGKILL after
+    1 to `most` more captions, and 0 to `pause_s` seconds; the last one ends well."""
+    fork = multiprocessing.get_context("fork")
+    number = fork.Value("i", 0)
+    for kill in range(num_kills + 1):
+        process = fork.Process(target=run, args=(Counted(number),))
+        process.start()
+        target = number.value + rng.randint(1, most)
+        while process.is_alive() and (kill == num_kills or number.value < target):
+            time.sleep(0.001)
+        if kill < num_kills:
+            time.sleep(rng.uniform(0, pause_s))
+            assert process.is_alive(), "the job ended before it was killed"
+            process.kill()
+        process.join()
+    assert process.exitcode == 0
+
+
+def run_config(config: CaptionConfig, captioner: Any = None) -> int:
+    """The exit code of a job, with a stand-in for the model or another one."""
+    executor = LocalExecutor(config, lambda: captioner or Fake())
+    return CaptionJob(config, build_output(config, ProcessInfo()), executor).run()
 
 
 def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

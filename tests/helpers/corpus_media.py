@@ -11,8 +11,8 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -294,3 +294,13 @@ def watch_folder(folder: Path) -> Iterator[OpenWatcher]:
         yield watcher
     finally:
         watcher.close()
+
+
+def peak_memory(workers: Iterable[Any]) -> int:
+    """Most memory that one of the processes has had, in bytes; 0 where it is unknown or they are gone."""
+    peaks = [0]
+    for worker in list(workers):
+        with suppress(OSError):
+            lines = Path(f"/proc/{worker._process.pid}/status").read_text().splitlines()
+            peaks += [int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")]
+    return max(peaks)

@@ -44,20 +44,24 @@ def write_video(
 
     Args:
         path: Output file.
-        frames: [height, width, 3] uint8 frames, or a number of grey frames.
+        frames: [height, width, 3 or 4] uint8 frames, or a number of grey frames.
         codec: Name of the encoder.
         fps: Frame rate.
-        options: `pts` (timestamps in milliseconds), `options` (of the codec), `format` (of the container).
+        options: `pts` (timestamps in milliseconds), `options` (of the codec), `format` (of the container), `pix_fmt`,
+            `sar` (width and height of a pixel), `context` (attributes of the codec's context).
     """
     pictures = [grey_frame(index) for index in range(frames)] if isinstance(frames, int) else frames
     with av.open(str(path), "w", options=options.get("format", {})) as container:
         stream = container.add_stream(codec, rate=fps, options=options.get("options", {}))
         stream.height, stream.width = pictures[0].shape[:2]
-        stream.pix_fmt = "yuv420p"
+        stream.pix_fmt = options.get("pix_fmt", "yuv420p")
+        stream.codec_context.sample_aspect_ratio = Fraction(*options.get("sar", (0, 1)))
+        for name, value in options.get("context", {}).items():
+            setattr(stream.codec_context, name, value)
         if "pts" in options:
             stream.codec_context.time_base = Fraction(1, 1000)
         for index, picture in enumerate(pictures):
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame = av.VideoFrame.from_ndarray(picture, format="rgba" if picture.shape[2] == 4 else "rgb24")
             if "pts" in options:
                 frame.pts, frame.time_base = options["pts"][index], Fraction(1, 1000)
             for packet in stream.encode(frame):
