@@ -72,14 +72,19 @@ def test_the_form_is_a_chain_with_siblings() -> None:
     assert draft_form(3, 5, torch.device("cpu"))[0].tolist() == [-1, 0, 1]
 
 
-@pytest.mark.parametrize("name", ["oracle", "msd", "flash"])
-def test_the_target_accepts_what_is_given(name: str) -> None:
+def simulated(name: str) -> tuple[Any, SimulatedAcceptance, torch.Tensor, torch.Tensor]:
+    """A model, a drafter of a tau of 2.5, prompts, and what the model alone generates."""
     shape, device = TEXT_SHAPES["tiny"], torch.device("cpu")
     model = build_shape_model(shape, torch.float32, device)
     inner = Oracle(8) if name == "oracle" else build_shape_drafter(name, shape, torch.float32, device, 8)
     drafter = SimulatedAcceptance(name, inner, 2.5, 5, shape.vocab_size, torch.Generator().manual_seed(0))
     ids = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
-    expected = model.generate(input_ids=ids, max_new_tokens=150, do_sample=False)
+    return model, drafter, ids, model.generate(input_ids=ids, max_new_tokens=150, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["oracle", "msd", "flash"])
+def test_the_target_accepts_what_is_given(name: str) -> None:
+    model, drafter, ids, expected = simulated(name)
     mmspec.patch(model, drafter, tree_size=8)
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=150, do_sample=False), expected)
     assert mmspec.stats(model).tau == pytest.approx(2.5, abs=0.35) and drafter.name == f"{name}@tau2.5"
@@ -89,13 +94,8 @@ def test_the_target_accepts_what_is_given(name: str) -> None:
 def test_whole_rounds_accept_what_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: draft, forward and acceptance in one recorded function, which `whole` times."""
     monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
-    shape, device = TEXT_SHAPES["tiny"], torch.device("cpu")
-    model = build_shape_model(shape, torch.float32, device)
-    inner = build_shape_drafter(name, shape, torch.float32, device, 8)
-    drafter = SimulatedAcceptance(name, inner, 2.5, 5, shape.vocab_size, torch.Generator().manual_seed(0))
-    ids = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
-    expected = model.generate(input_ids=ids, max_new_tokens=150, do_sample=False)
-    timer = PhaseTimer(device)
+    model, drafter, ids, expected = simulated(name)
+    timer = PhaseTimer(torch.device("cpu"))
     with recording(record_nothing) as counting, patch_model(model, drafter, tree_size=8), timer.measuring():
         assert torch.equal(model.generate(input_ids=ids, max_new_tokens=150, do_sample=False), expected)
         assert mmspec.stats(model).tau == pytest.approx(2.5, abs=0.35)

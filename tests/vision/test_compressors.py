@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -72,10 +73,15 @@ def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:
     return VisualTokens(*parts, mask, torch.arange(length).expand(mask.shape) * 2 + 3)
 
 
-def latent(tokens: int = 3, width: int = 8) -> LatentCompressor:
+def seeded(seed: int, make: Callable[[], Any]) -> Any:
+    """What is made with random weights of that seed."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(2)
-        return LatentCompressor(width, tokens).eval()
+        torch.default_generator.manual_seed(seed)
+        return make()
+
+
+def latent(tokens: int = 3, width: int = 8) -> LatentCompressor:
+    return seeded(2, lambda: LatentCompressor(width, tokens)).eval()
 
 
 # --- each against a slow reference ------------------------------------------------------------------------------------
@@ -370,10 +376,7 @@ def test_load_compressor_leaves_the_generator_unchanged(name: str) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("counts", [[6, 6], [7, 2, 0], [1], [0]])
 def test_resampler_equals_the_reference_and_starts_as_the_mean(counts: list[int], count: int) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(5)
-        resampler = Resampler(8, 3, num_heads=2, head_dim=4).eval()
-        trained = Resampler(8, 3, num_heads=2, head_dim=4).eval()
+    resampler, trained = (seeded(5, lambda: Resampler(8, 3, num_heads=2, head_dim=4)).eval() for _ in range(2))
     trained.load_state_dict(resampler.state_dict())
     trained.out.weight.data.normal_(generator=torch.Generator().manual_seed(6))
     visual = tokens_of(counts)
@@ -405,9 +408,7 @@ def test_resampler_equals_the_reference_and_starts_as_the_mean(counts: list[int]
 
 
 def elastic(tokens: int = 8) -> Elastic:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(7)
-        return Elastic(8, tokens)
+    return seeded(7, lambda: Elastic(8, tokens))
 
 
 @pytest.mark.parametrize("counts", [[12, 12], [12, 5, 0], [1], [0, 0]])
@@ -464,9 +465,7 @@ def head(kind: str = "eagle") -> DraftHead:
         kind, {"block_size": 2}
     )
     classes = find_method(kind).classes()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(4)
-        eagle_head = classes.head(classes.config.of(HEAD_CONFIG, **shape))
+    eagle_head: DraftHead = seeded(4, lambda: classes.head(classes.config.of(HEAD_CONFIG, **shape)))
     for weight in eagle_head.parameters():
         weight.data.mul_(1.5)
     return eagle_head.eval()
@@ -570,9 +569,7 @@ def test_a_trained_compressor_moves_to_the_device_of_the_states(
 
 @pytest.mark.parametrize("name", ["conv:3", "elastic:3", "latent:3", "resampler:3"])
 def test_a_trained_compressor_preserves_the_dtype(name: str) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(3)
-        compressor = init_compressor(name, 8)
+    compressor = seeded(3, lambda: init_compressor(name, 8))
     assert isinstance(compressor, torch.nn.Module)
     for weight in compressor.parameters():
         weight.data += 0.1
@@ -712,9 +709,7 @@ def test_a_compressor_is_trained_saved_and_loaded(world: FakeTarget, tmp_path: P
 
 
 def gated() -> Elastic:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(7)
-        return Elastic(32, 2)
+    return seeded(7, lambda: Elastic(32, 2))
 
 
 def test_a_resumed_run_trains_the_same_gate(world: FakeTarget, tmp_path: Path) -> None:

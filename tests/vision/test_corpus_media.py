@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 import corpus_media as corpus
 import pytest
 from collected import collect_items
-from corpus_media import CANARY, OpenWatcher, watch_folder
+from corpus_media import CANARY, OpenWatcher, peak_memory, watch_folder
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError, load_image
@@ -67,8 +66,7 @@ class Run:
         assert self.slowest < TIMEOUT_S, f"seed {seed} took {self.slowest:.0f} s"
         assert self.watcher.opened_files() <= {name}, f"seed {seed}"
         file.unlink()
-        for worker in list(self.pool._all):
-            self.memory = max(self.memory, peak_memory(worker._process.pid))
+        self.memory = max(self.memory, peak_memory(self.pool._all))
 
     def summary(self) -> str:
         """Check the totals over all inputs and summarise them."""
@@ -76,17 +74,6 @@ class Run:
         self.pool.close()
         assert self.memory < MAX_MEMORY_BYTES
         return f"slowest {self.slowest:.1f} s, {self.memory / 1e6:.0f} MB, {dict(self.outcomes.most_common())}"
-
-
-def peak_memory(pid: int) -> int:
-    """Peak memory of a process in bytes; 0 where it is unknown."""
-    if sys.platform != "linux":
-        return 0
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:  # it is gone
-        return 0
-    return max((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), default=0)
 
 
 GENERATORS: list[Generator] = [corpus.make_image, corpus.make_video, corpus.make_manifest]

@@ -136,11 +136,6 @@ def test_bytes_equal_the_file(tmp_path: Path) -> None:
     assert one.array().dtype == np.uint8
 
 
-def test_the_suffix_is_ignored(tmp_path: Path) -> None:
-    write_video(tmp_path / "clip.mp4", 6).rename(tmp_path / "clip.avi")
-    assert grey_frame_numbers(read_frames(tmp_path / "clip.avi", Uniform(2)).images) == [1, 4]
-
-
 def test_metadata(tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", [scene(number) for number in range(15)], fps=5)
     metadata = read_frames(file, Uniform(3)).metadata

@@ -70,20 +70,6 @@ def test_kept_cells_are_outlined_and_others_faded(grid: tuple[int, int], kept_in
     assert from_mask.tobytes() == drawn.tobytes(), "a mask equals indices"
 
 
-FRAMES = [VisualGrid(0, 4 * t, 2, 2, 0, role="frame", frame=t) for t in range(3)]
-
-
-def test_one_image_per_frame() -> None:
-    frames = [solid_image(20, 20, (60 * n, 0, 0)) for n in range(3)]
-    drawn = heatmaps(frames, FRAMES, kept_indices=[0, 5, 6, 11])
-    assert [(corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() for one in drawn] == [
-        [True, False, False, False], [False, True, True, False], [False, False, False, True],
-    ]  # fmt: skip
-    assert [int(middles(one, (2, 2)).reshape(-1, 3)[at, 0]) for one, at in zip(drawn, (0, 1, 3), strict=True)] == [
-        0, 60, 120,
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("count", "times", "first"),
     [

@@ -17,7 +17,7 @@ from typing import Any
 import corpus_media as corpus
 import numpy as np
 import pytest
-from corpus_media import CANARY, OpenWatcher, watch_folder
+from corpus_media import CANARY, OpenWatcher, peak_memory, watch_folder
 from PIL import Image
 from video_files import decoder_command_running, write_video
 
@@ -321,18 +321,7 @@ def test_bombs(name: str, pool: DecoderPool) -> None:
             load_image(content, isolated=way)
         assert "\n" not in str(failed.value)
     assert time.monotonic() - start < 20
-    assert peaks(pool) < 1 << 30
-
-
-def peaks(pool: DecoderPool) -> int:
-    """Peak memory of a worker, in bytes; the maximum over the workers."""
-    if not LINUX:
-        return 0
-    peak = 0
-    for worker in list(pool._all):
-        text = Path(f"/proc/{worker._process.pid}/status").read_text()
-        peak = max([peak, *(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmHWM"))])
-    return peak
+    assert peak_memory(pool._all) < 1 << 30
 
 
 @pytest.mark.every(2)

@@ -292,8 +292,9 @@ def test_names_of_cameras_in_a_folder(tmp_path: Path) -> None:
     """By content where a suffix is shared with other kinds of files."""
     from mmspec.app.io.sources import is_media_file
 
-    for suffix in ("ts", "m2ts", "vob", "asf", "m2v"):
-        codec = {"ts": "mpeg2video", "m2ts": "libx264", "asf": "wmv2"}.get(suffix, "mpeg2video")
+    codecs = {"m2ts": "libx264", "asf": "wmv2", "wmv": "wmv2", "flv": "flv1", "3gp": "h264"}
+    for suffix in ("ts", "vob", "m2v", "mpeg", *codecs):
+        codec = codecs.get(suffix, "mpeg2video")
         assert is_media_file(numbered(tmp_path / f"a.{suffix}", 3, codec, fps=25))
     (tmp_path / "b.ts").write_text("export const answer: number = 42;\n" * 20)
     (tmp_path / "c.mod").write_bytes(b"module" * 200)

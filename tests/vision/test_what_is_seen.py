@@ -6,7 +6,6 @@ import io
 import itertools
 import struct
 import zlib
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +92,11 @@ def test_exif_orientations(kind: str) -> None:
 # --- shape of the pixels ----------------------------------------------------------------------------------------------
 
 
-def make_clip(path: Path, frames: list[np.ndarray], codec: str, pix_fmt: str, sar: Any = None, **context: Any) -> Path:
+def make_clip(
+    path: Path, frames: list[np.ndarray], codec: str, pix_fmt: str, sar: tuple[int, int] = (0, 1), **context: Any
+) -> Path:
     """A clip of [height, width, 3 or 4] uint8 frames, with attributes of its codec's context."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=10)
-        stream.height, stream.width = frames[0].shape[:2]
-        stream.pix_fmt = pix_fmt
-        if sar:
-            stream.codec_context.sample_aspect_ratio = Fraction(*sar)
-        for name, value in context.items():
-            setattr(stream.codec_context, name, value)
-        for picture in frames:
-            layout = "rgba" if picture.shape[2] == 4 else "rgb24"
-            for packet in stream.encode(av.VideoFrame.from_ndarray(picture, format=layout)):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    return path
+    return write_video(path, frames, codec, pix_fmt=pix_fmt, sar=sar, context=context)
 
 
 @line("a clip whose pixels are not square")
