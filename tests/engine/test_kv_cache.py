@@ -111,15 +111,6 @@ def test_keep_path_moves_the_path_to_the_front() -> None:
     assert keys[1, 0, 1:3, 0].tolist() == [4, 4], "what is not accepted may be nan: it becomes a copy of node 0"
 
 
-def test_a_row_that_waits_commits_nothing() -> None:
-    buffer = RaggedKVCache(2, 20)
-    for _ in range(3):
-        buffer.begin_forward(2)
-        buffer.write(0, torch.ones(2, 1, 2, 1), torch.ones(2, 1, 2, 1))
-        buffer.keep_path(torch.tensor([[0, 1], [0, 0]]), torch.tensor([2, 0]), [[0, 1], []])
-    assert buffer.seq_lens == [6, 0] and not buffer.is_uniform
-
-
 def test_growth_copies_everything_and_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "AT_ONCE_BYTES", 0)
     limit, buffer = 1000, RaggedKVCache(3, 1000)
@@ -144,15 +135,6 @@ def test_a_write_beyond_the_limit_succeeds() -> None:
     buffer.begin_forward(9)
     keys, _ = buffer.write(0, torch.ones(1, 1, 9, 1), torch.ones(1, 1, 9, 1))
     assert keys.shape[2] == 9 and buffer.nbytes == 2 * 9 * 4
-
-
-def test_crop_never_lengthens() -> None:
-    buffer = RaggedKVCache(3, 50)
-    buffer.begin_forward(10)
-    buffer.write(0, torch.ones(3, 1, 10, 1), torch.ones(3, 1, 10, 1))
-    buffer.advance(10)
-    buffer.crop([4, 10, 99])
-    assert buffer.seq_lens == [4, 10, 10] and not buffer.is_uniform
 
 
 @pytest.mark.parametrize("length", [1000, 1024, 2048])

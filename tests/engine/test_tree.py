@@ -14,7 +14,6 @@ from torch import Tensor
 from mmspec.engine.tree import (
     BUCKETS,
     DraftTree,
-    Node,
     best_first,
     bucket_size,
     build_tree,
@@ -147,35 +146,6 @@ def test_sanitize_at_full_size_and_depth() -> None:
         assert sanitized.node_mask.all() and sanitized.depths is not None and sanitized.ancestor_mask is not None
         assert sanitized.depths[0].tolist() == list(range(nodes))
         assert torch.equal(sanitized.ancestor_mask[0], torch.ones(nodes, nodes, dtype=torch.bool).tril())
-
-
-def test_duplicate_siblings_are_dropped_with_their_descendants() -> None:
-    #             0
-    #      1(7)  2(8)  3(7, duplicate of 1)
-    #      4(9)        5(9, below the duplicate)  6(8, another parent: valid)
-    rows: list[Node] = [(7, 0, 0.9), (8, 0, 0.8), (7, 0, 0.7), (9, 1, 0.6), (9, 3, 0.5), (8, 1, 0.4)]
-    sanitized = sanitize(build_tree([rows]), torch.tensor([1]), torch.ones(10, dtype=torch.bool))
-    assert sanitized.node_mask[0].tolist() == [True, True, True, False, True, False, True, False]
-
-
-def test_a_duplicate_of_a_dropped_node_remains() -> None:
-    tree = DraftTree(
-        tokens=torch.tensor([[0, 7, 7, 7]]),
-        parents=torch.tensor([[-1, 0, 0, 0]]),
-        node_mask=torch.tensor([[True, False, True, True]]),
-    )
-    sanitized = sanitize(tree, torch.tensor([1]), torch.ones(10, dtype=torch.bool))
-    assert sanitized.node_mask[0].tolist() == [True, False, True, False]
-
-
-def test_undraftable_ids_are_dropped_with_their_descendants() -> None:
-    draftable = torch.ones(10, dtype=torch.bool)
-    draftable[3] = False
-    chain: list[Node] = [(2, 0, 0.9), (3, 1, 0.8), (2, 2, 0.7)]
-    beyond: list[Node] = [(10, 0, 0.9), (2, 1, 0.8), (-1, 0, 0.7)]
-    sanitized = sanitize(build_tree([chain, beyond]), torch.tensor([3, 9]), draftable)
-    assert sanitized.node_mask.tolist() == [[True, True, False, False], [True, False, False, False]]
-    assert sanitized.tokens[:, 0].tolist() == [3, 9], "the root is what was emitted, allowed or not"
 
 
 def test_sanitize_is_idempotent() -> None:
