@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -34,14 +34,41 @@ from mmspec.interfaces import Prompt
 from mmspec.targets.c_forwards import CForwards
 
 SLICE = range(150)
+FAST = (*range(0, 150, 3), 2, 25, 71, 239, 1040)
+"""Of the slice, and a few more, so that whatever is drawn occurs."""
 BF16 = range(500, 530)
 
 
-@pytest.mark.every(3)
-@pytest.mark.parametrize("seed", SLICE)
+@pytest.mark.parametrize("seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in {*SLICE} - {*FAST})])
 def test_case(seed: int) -> None:
     result = fuzz.run_seed(seed)
     assert not result.differences, result.report()
+
+
+def test_every_kind_occurs_in_the_fast_cases() -> None:
+    """Else they would show nothing of it: user code, streams of several rows, turns and their caches, padding."""
+    drawn = list(map(fuzz.draw_case, FAST))
+    found = {(name, getattr(case, name)) for case in drawn for name in vars(case) if name not in ("options", "spec")}
+    expected: dict[str, Iterable[Any]] = {
+        "processor": adversarial.PROCESSORS,
+        "criterion": adversarial.CRITERIA,
+        "streamer": ("plain", "failing", "gambling"),
+        "turns": ("again", "other", "continue", "tail"),
+        "cache": ("bare", "config"),
+        "prefix": ("pure", "counting"),
+        "pad": ("eos", "none"),
+        "eos": ("one", "first", "several", "none"),
+        "override": ("drafter", "deterministic", "enabled", "disabled", "reference"),
+        "drafter": (*adversarial.DRAFTERS, *fuzz.BUILT_IN_DRAFTERS),
+        "padding": ("left", "right", "none"),
+        "stop_strings": (True,),
+        "batch": (1, 2, 3, 4),
+    }
+    assert {(name, kind) for name, kinds in expected.items() for kind in kinds} <= found
+    options = {name for case in drawn for name in (*case.options, *case.biased)}
+    assert {"num_return_sequences", "max_time", "min_length", "bad_words_ids", "output_scores"} <= options
+    assert any(case.streamer == "plain" and case.batch > 1 for case in drawn)
+    assert {case.cache for case in drawn if case.turns == "continue"} >= {"", "bare"}
 
 
 @pytest.mark.every(4)
@@ -180,6 +207,11 @@ TABLE: dict[str, Row] = {
     ),
     **{f"{kind} in C": Row(f"head-{kind}", "", (8, 16), drafts="c", changes={"compiled": True}) for kind in C_HEADS},
     "rounds in C": Row("", "", (8, 20, 25), rounds="c", probe="c_rounds"),
+    **{
+        f"recurrent, {family}": Row("", family, (8209, 8247, 8251, 8281, 8284))  # one row, ragged, several of a prompt
+        for family in ("qwen3_5", "lfm2_vl")
+        if family in zoo.ROWS
+    },
     "masks of one type": Row("", "paligemma", (2, 3), probe="calls"),
     **{
         f"recurrent batches, {family}": Row("", family, (8100 + n, 8102 + n), "", "", "calls",

@@ -28,7 +28,6 @@ from parity import (
     Kwargs,
     assert_parity,
     build_cached_model,
-    build_outcome,
     count_vision_calls,
     generate_plain,
     generate_tokens,
@@ -37,7 +36,6 @@ from parity import (
 )
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -98,6 +96,12 @@ def _far_positions(shift: int) -> Callable[[list[list[int]], tiny.Inputs], Kwarg
     return lambda rows, inputs: {"position_ids": torch.arange(inputs["input_ids"].shape[1]).expand(2, -1) + shift}
 
 
+def _lengths(rows: list[list[int]], inputs: tiny.Inputs) -> Kwargs:
+    """Rows that a criterion stops emit until the whole batch stops."""
+    criterion = lambda: [adversarial.Lengths(adversarial.CallLog(), inputs["input_ids"].shape[1], 5)]  # noqa: E731
+    return {"eos_token_id": None, "stopping_criteria": criterion}
+
+
 def _masked_row(rows: list[list[int]], inputs: tiny.Inputs) -> Kwargs:
     inputs["attention_mask"][1] = 0
     return {}
@@ -128,6 +132,11 @@ REQUESTS: dict[str, Request] = {
     },
     "all rows end at the first step": Request(options=_ends((0, 0), (1, 0)), accepts=None),
     "rows end one by one": Request(**FINISHED, options=_ends((0, 2), (1, 7), (2, 11)), returned=BOTH),
+    "padding that the model generates": Request(
+        4, {"family": "llava_onevision"}, {"padding": "none"}, drafters=("bush", "oracle"), accepts=None,
+        options=lambda rows, inputs: _ends((0, 2), (1, 7))(rows, inputs) | {"pad_token_id": rows[2][4]}),
+    "rows that finish early without an end": Request(
+        3, {"family": "llava_next"}, drafters=("bush", "oracle"), accepts=None, returned=BOTH, options=_lengths),
     **{
         f"ends as {type(ids).__name__} {ids!s}": Request(3, options={"eos_token_id": ids}, accepts=None)
         for ids in (np.int64(2), np.array([2, 9]), torch.tensor(2), torch.tensor([2, 9]))
@@ -206,20 +215,6 @@ def test_a_request(name: str, mode: Kwargs) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("pad", ["eos", "none", "generated"])
-def test_pad_tokens_of_all_kinds(mode: Kwargs, pad: str) -> None:
-    """Padding may be the eos token, unset, or a token that the model generates."""
-    model = get_model("llava_onevision", seed=8)
-    inputs = tiny.build_inputs(model, 6, 4, padding="none")
-    rows = generate_tokens(model, inputs, **mode)
-    eos = [rows[0][2], rows[1][7]]
-    own = {"eos": eos[0], "none": None, "generated": rows[2][4]}[pad]
-    with fuzz.override_generation_config(model, eos, {"pad_token_id": own}):
-        assert_parity(model, inputs, "bush", **mode)
-        assert_parity(model, inputs, "oracle", **mode, **ALL_OUTPUTS)
-
-
-@MODES
 def test_a_default_device_that_is_not_the_models(mode: Kwargs) -> None:
     model = get_model(seed=71)
     inputs = tiny.build_inputs(model, 72, 2, images=[1, 1])
@@ -228,30 +223,6 @@ def test_a_default_device_that_is_not_the_models(mode: Kwargs) -> None:
         assert_parity(model, inputs, "hybrid", **mode)
     finally:
         torch.set_default_device(None)
-
-
-# --- stops inside a path ----------------------------------------------------------------------------------------------
-
-
-@MODES
-def test_stop_string_across_a_path(mode: Kwargs) -> None:
-    spec = tiny.ModelSpec(seed=3)
-    model, spelled = get_model(seed=3), tiny.token_texts(spec)
-    inputs = tiny.build_inputs(model, 1, 2)
-    text = [spelled[token] for token in generate_tokens(model, inputs, **mode)[0]]
-    for i in range(2, 8):
-        stop = text[i][-1] + text[i + 1][:1] + (text[i + 1] + text[i + 2])[1:3]  # begins in one token, ends in another
-        for where in ({"stop_strings": [stop]}, {"generation_config": GenerationConfig(stop_strings=stop, **mode)}):
-            rest = {} if "generation_config" in where else mode
-            stats = assert_parity(
-                model,
-                inputs,
-                tokenizer=tiny.build_tokenizer(spec),
-                **where,
-                **rest,
-                **({} if not rest else ALL_OUTPUTS),
-            )
-            assert stats.num_accepted_tokens > 0
 
 
 # --- how much is accepted ---------------------------------------------------------------------------------------------
@@ -279,19 +250,6 @@ class Full(adversarial.HiddenStateDrafter):
 
 
 # --- who is in the batch ----------------------------------------------------------------------------------------------
-
-
-@MODES
-@pytest.mark.parametrize("returned", [{}, ALL_OUTPUTS], ids=["ids", "dict"])
-def test_rows_that_finish_early_without_eos(mode: Kwargs, returned: Kwargs) -> None:
-    """Without an eos criterion a stopped row emits until the whole batch stops."""
-    model = get_model("llava_next", seed=8)
-    inputs = tiny.build_inputs(model, 6, 3)
-    length = inputs["input_ids"].shape[1]
-    make = lambda: StoppingCriteriaList([adversarial.Lengths(adversarial.CallLog(), length, 5)])  # noqa: E731
-    with fuzz.override_generation_config(model, None):
-        assert_parity(model, inputs, "bush", stopping_criteria=make, **mode, **returned)
-        assert_parity(model, inputs, "oracle", stopping_criteria=make, **mode, **returned)
 
 
 class Favouring(adversarial.OracleDrafter):
@@ -367,63 +325,6 @@ def test_the_vision_tower_runs_once_per_call(family: str) -> None:
     assert len(calls) == 1
 
 
-# --- exceptions -------------------------------------------------------------------------------------------------------
-
-
-# --- processors and criteria ------------------------------------------------------------------------------------------
-
-
-@MODES
-@pytest.mark.parametrize("name", [name for name in adversarial.PROCESSORS if name != "failing"])
-def test_a_processor_that_counts_its_calls(mode: Kwargs, name: str) -> None:
-    model = get_model(seed=19)
-    inputs = tiny.build_inputs(model, 16, 2)
-    logs: list[adversarial.CallLog] = []
-
-    def make() -> LogitsProcessorList:
-        logs.append(adversarial.CallLog())
-        return LogitsProcessorList([adversarial.PROCESSORS[name](logs[-1])])
-
-    assert_parity(model, inputs, "bush", logits_processor=make, **mode, **ALL_OUTPUTS)
-    assert logs[0].calls and logs[0].calls == logs[1].calls
-
-
-@pytest.mark.every(3)
-@MODES
-@pytest.mark.parametrize("name", [name for name in adversarial.CRITERIA if name != "tripping"])
-@pytest.mark.parametrize("eos", [True, False])
-def test_a_criterion_that_looks_at_other_rows(mode: Kwargs, name: str, eos: bool) -> None:
-    model = get_model("llava_next", seed=20)
-    inputs = tiny.build_inputs(model, 17, 3)
-    tokens = generate_tokens(model, inputs, **mode)[1][6]
-    logs: list[adversarial.CallLog] = []
-
-    def make() -> StoppingCriteriaList:
-        logs.append(adversarial.CallLog())
-        return StoppingCriteriaList([adversarial.CRITERIA[name](logs[-1], inputs["input_ids"].shape[1], 3)])
-
-    with fuzz.override_generation_config(model, [tokens] if eos else None):
-        assert_parity(model, inputs, "oracle", stopping_criteria=make, **mode, **ALL_OUTPUTS)
-        assert_parity(model, inputs, "bush", stopping_criteria=make, **mode)
-    assert logs[0].calls and logs[0].calls == logs[1].calls and logs[2].calls == logs[3].calls
-
-
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-
-@FAMILIES
-def test_num_return_sequences(family: str) -> None:
-    model = get_model(family, seed=22)
-    inputs = tiny.build_inputs(model, 19, 2)
-    stats = assert_parity(model, inputs, "bush", num_return_sequences=3, **SAMPLED, **ALL_OUTPUTS)
-    assert stats.num_accepted_tokens > 0
-    with speculate(model, "tapper") as drafter:
-        generate_plain(model, inputs, num_return_sequences=3, **SAMPLED)
-    assert drafter.prompts[0].input_ids.shape[0] == 6
-    for fault in fuzz._prompt_faults(_Staged(model), drafter.prompts[0], fuzz.CallOutcome()):
-        raise AssertionError(fault)
-
-
 class _Staged:
     """The fields of `fuzz.PreparedCase` that `_prompt_faults` reads."""
 
@@ -481,35 +382,6 @@ def test_prompt_noise_is_the_noise_of_the_next_steps() -> None:
     assert not wrong, "not the noise that transformers draws"
 
 
-@pytest.mark.every(3)
-@FAMILIES
-@pytest.mark.parametrize("cache", ["returned", "bare", "config"])
-def test_a_conversation_continues_from_its_cache(family: str, cache: str) -> None:
-    model = get_model(family, seed=25)
-    inputs = tiny.build_inputs(model, 23, 2)
-    text = model.config.get_text_config()
-
-    def talk() -> list[Any]:
-        cache_argument = {"returned": None, "bare": DynamicCache(), "config": DynamicCache(config=text)}[cache]
-        first = generate_plain(model, inputs, **{CACHE_ARGUMENT: cache_argument}, **SAMPLED, **ALL_OUTPUTS)
-        assert cache_argument is None or first.past_key_values is cache_argument
-        results = [first]
-        for turn in range(2):
-            more = tiny.build_next_turn(inputs, results[-1].sequences, turn, model.tiny_spec)
-            results.append(
-                model.generate(**more, **{CACHE_ARGUMENT: results[-1].past_key_values}, **SAMPLED, **ALL_OUTPUTS)
-            )
-        return results
-
-    plain = talk()
-    with speculate(model, adversarial.BranchingDrafter(1, [result.sequences for result in plain])):
-        mine = talk()
-    for a, b in zip(plain, mine, strict=True):
-        assert torch.equal(a.sequences, b.sequences)
-    last = [build_outcome(results[-1], torch.zeros(1)) for results in (plain, mine)]
-    assert not fuzz.compare_outcomes(*last, turn=2)
-
-
 @pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision"])
 def test_a_later_turn_brings_another_image(family: str) -> None:
     model = get_model(family, seed=25)
@@ -527,23 +399,6 @@ def test_a_later_turn_brings_another_image(family: str) -> None:
         assert mmspec.stats(model, last=True).num_accepted_tokens > 0
     pairs = zip(plain, mine, strict=True)
     assert all(torch.equal(a.sequences, b.sequences) for a, b in pairs)
-
-
-# --- threads, copies, streams -----------------------------------------------------------------------------------------
-
-
-@MODES
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("drafter", ["bush", "oracle", "auto"])
-def test_streaming(mode: Kwargs, batch: int, drafter: str) -> None:
-    model = get_model("qwen2_5_vl", seed=28)
-    inputs = tiny.build_inputs(model, 26, batch)
-    logs = [adversarial.CallLog(), adversarial.CallLog()]
-    plain = generate_plain(model, inputs, streamer=adversarial.RecordingStreamer(logs[0]), **mode)
-    with speculate(model, drafter, plain):
-        mine = generate_plain(model, inputs, streamer=adversarial.RecordingStreamer(logs[1]), **mode)
-    assert torch.equal(plain, mine) and logs[0].calls[-1] == "end"
-    assert logs[0].calls == logs[1].calls
 
 
 @FAMILIES

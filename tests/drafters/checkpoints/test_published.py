@@ -11,15 +11,11 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from parity import assert_parity
 from safetensors.torch import load_file, save_file
+from spies import spy_on
 from torch import Tensor, nn
 
-import mmspec
-from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
@@ -88,15 +84,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     has_images = kind in ("msd", "vispec")
     order = data["tree"].tolist()
     shared_embeddings = SharedEmbeddings(nn.Embedding.from_pretrained(data["embedding"]), Pointing(order))
-    outs: list[Tensor] = []
-    network = type(drafter.head)
-    original = network.forward
-
-    def spy(self: Any, *args: Any) -> Tensor:
-        outs.append(original(self, *args))
-        return outs[-1]
-
-    monkeypatch.setattr(network, "forward", spy)
+    outs = spy_on(monkeypatch, type(drafter.head), "forward")
     if kind == "eagle3":  # its own head decides
         draft_index = {int(token): index for index, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         own = Pointing([draft_index[token] for token in order])
@@ -350,39 +338,6 @@ def test_eagle3_in_the_speculators_layout_and_back(normed: bool, tmp_path: Path)
         export_head(tmp_path / "no", msd, TARGET, "speculators")
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_published_drafter_never_changes_the_output(kind: str, tmp_path: Path) -> None:
-    """Random weights in the shape of the tiny target, which has two layers: EAGLE-3 reads others of its states."""
-    model, processor = random_model("tiny")
-    config = CONFIGS[kind] | {
-        "hidden_size": 64, "intermediate_size": 96, "vocab_size": 384, "num_key_value_heads": 2, "head_dim": 16,
-        "eagle_aux_hidden_state_layer_ids": [0, 1, 2], "draft_vocab_size": 384,
-    }  # fmt: skip
-    if kind != "eagle3":
-        config["num_key_value_heads"] = 4
-    weights = {}
-    rng = torch.Generator().manual_seed(0)
-    for name, value in load_fixture(kind)[0].items():
-        if name in ("d2t", "t2d"):
-            continue
-        scale = {16: 64, 24: 96, 32: 128, 48: 192, 20: 384}
-        shape = [3, 4, 16] if name == "imadpt.q" else [scale[size] for size in value.shape]
-        if kind == "eagle3" and ("k_proj" in name or "v_proj" in name):
-            shape[0] = 32
-        weights[name] = torch.randn(shape, generator=rng) * 0.1
-    save_file(weights, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    drafter = load_published(tmp_path, TargetInfo("llava", 64, 384, 2))
-    if kind == "eagle3":
-        del config["eagle_aux_hidden_state_layer_ids"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="has 0 to 2"):  # the default layers
-            mmspec.patch(model, str(tmp_path), processor=processor)
-    maker = Captioner(model, processor)
-    inputs = maker.build_inputs(
-        [[render_scene(generate_scene(1)), render_scene(generate_scene(2))], render_scene(generate_scene(3))],
-        ["a", "what is this thing"],
-    )
-    for sample in (False, True):
-        stats = assert_parity(model, inputs, drafter, 1, {"tree_size": 16}, max_new_tokens=16, do_sample=sample)
-        assert stats.num_draft_tokens > 100
+def test_the_default_layers_of_a_small_target(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has 0 to 2"):
+        load_published(folder_of("eagle3", tmp_path), TargetInfo("llava", H, V, 2))
