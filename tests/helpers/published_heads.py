@@ -154,15 +154,18 @@ def _draw(name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
 __all__ = ["LAYOUTS", "Layout", "write_head"]
 
 
-def check_refused(
-    folder: Path, layout: Layout, target: TargetInfo, nested: dict[str, Any], tensors: dict[str, Any], message: str
+def check_changed(
+    folder: Path,
+    target: TargetInfo,
+    message: str,
+    config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, tuple[int, ...] | None] | None = None,
 ) -> None:
-    """A head with other keys in `dflash_config` (None: without) or tensors of other shapes is refused in one line."""
-    write_head(folder, layout)
-    section = {key: value for key, value in (layout.config["dflash_config"] | nested).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps({**layout.config, "dflash_config": section}))
+    """With other keys in its config, or tensors of other shapes (None: without), a head is refused in one line."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(config or {})))
     weights = load_file(folder / "model.safetensors")
-    for name, shape in tensors.items():
+    for name, shape in (tensors or {}).items():
         weights.pop(name, None)
         if shape is not None:
             weights[name] = torch.zeros(shape)
@@ -170,3 +173,11 @@ def check_refused(
     with pytest.raises(ValueError, match=message) as error:
         load_published(folder, target)
     assert "\n" not in str(error.value)
+
+
+def check_refused(
+    folder: Path, layout: Layout, target: TargetInfo, nested: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    """`check_changed` with other keys in `dflash_config` (None: without)."""
+    section = {key: value for key, value in (layout.config["dflash_config"] | nested).items() if value is not None}
+    check_changed(write_head(folder, layout), target, message, {"dflash_config": section}, tensors)
