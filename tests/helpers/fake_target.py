@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossInputs, LossWeights
+from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
@@ -214,6 +216,19 @@ def build_train_batch(target: FakeTarget, seed: int = 0, length: int = 14) -> Tr
         target.merge_embeddings(visual)[:, :length],
         target.hidden_states[:, :length],
     )
+
+
+def new_trainer(
+    target: FakeTarget, folder: Path, draft_models: dict[str, DraftModel], batch: TrainBatch | None = None, **plan: Any
+) -> Trainer:
+    """A run over one batch; the target's embeddings are frozen."""
+    shared = target.shared_embeddings
+    for part in (shared.embed_tokens, shared.lm_head):
+        part.requires_grad_(False)
+    given = build_train_batch(target) if batch is None else batch
+    placeholder = shared.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
+    config = TrainConfig(**{"max_steps": 40, "batch_size": 2, "learning_rate": 3e-3, "warmup_steps": 2} | plan)
+    return Trainer(folder, draft_models, config, shared, lambda step: given, placeholder, {"target": "t"})
 
 
 # --- of heads that read several layers --------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from fake_target import (
     build_result,
     build_train_batch,
     check_no_host_copy,
+    new_trainer,
     reference_draft_inputs,
     reference_forward,
     scores_by_path,
@@ -42,7 +43,6 @@ from mmspec.drafters.heads.registry import find_method, methods
 from mmspec.drafters.rerank import LEVEL_PENALTY, select_nodes
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
-from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 
 FLASH = FlashConfig.of(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40)
@@ -356,14 +356,7 @@ def test_training_features_are_those_of_drafting(
 def test_heads_learn(target: FakeTarget, kind: str, tmp_path: Path) -> None:
     metrics: list[dict[str, float]] = []
     draft_models = {"one": DraftModel(new_head(kind), "decoupled", kind_of(kind))}
-    for part in (target.shared_embeddings.embed_tokens, target.shared_embeddings.lm_head):
-        part.requires_grad_(False)
-    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    plan = TrainConfig(max_steps=40, batch_size=2, learning_rate=3e-3, warmup_steps=2)
-    build_trainer = Trainer(
-        tmp_path, draft_models, plan, target.shared_embeddings, lambda step: build_train_batch(target), placeholder, {}
-    )
-    assert build_trainer.run(on_step=metrics.append)
+    assert new_trainer(target, tmp_path, draft_models).run(on_step=metrics.append)
     assert metrics[-1]["loss"] < 0.6 * metrics[0]["loss"] and metrics[-1]["agree1"] > metrics[0]["agree1"]
 
 
@@ -395,19 +388,9 @@ def test_glancing_replaces_a_decreasing_first_part_of_blocks(target: FakeTarget)
 
 def test_a_batch_without_a_response_is_no_error(target: FakeTarget, tmp_path: Path) -> None:
     batch = replace(build_train_batch(target), response_mask=torch.zeros(2, 14, dtype=torch.bool))
-    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     draft_models = {kind: DraftModel(new_head(kind), "decoupled", kind_of(kind)) for kind in SORTS}
     before = new_head("flash").state_dict()
-    build_trainer = Trainer(
-        tmp_path,
-        draft_models,
-        TrainConfig(max_steps=1, batch_size=2),
-        target.shared_embeddings,
-        lambda step: batch,
-        placeholder,
-        {},
-    )
-    assert build_trainer.run()
+    assert new_trainer(target, tmp_path, draft_models, batch, max_steps=1).run()
     assert all(torch.equal(value, before[name]) for name, value in draft_models["flash"].head.state_dict().items())
 
 

@@ -7,13 +7,12 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_target import HEAD_CONFIG, NUM_LAYERS, build_train_batch
+from fake_target import HEAD_CONFIG, NUM_LAYERS, new_trainer
 from fuzz import patch_model
 from recorded_rounds import SPEC, build_inputs, build_model, drafts_only, generate, recording
 from recorders import record_trace
@@ -27,7 +26,6 @@ from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, TrainSizes, find_method, method_of, register
 from mmspec.drafters.training.batch import DraftModel
-from mmspec.drafters.training.trainer import TrainConfig, Trainer
 
 trace_drafts = drafts_only(record_trace)
 ROOT = Path(__file__).parents[3]
@@ -105,18 +103,8 @@ def new_head(method: HeadMethod, **sizes: int) -> Any:
 def test_a_toy_head_is_trained_saved_and_loaded(fan: HeadMethod, target: Any, tmp_path: Path) -> None:
     head = new_head(fan)
     assert head.config.block_size == 4 and find_method("fan") is fan
-    batch, losses = build_train_batch(target), list[float]()
-    batch = replace(batch, inputs_embeds=batch.inputs_embeds.detach())
-    model = DraftModel(head, "decoupled", "fan")
-    trainer = Trainer(
-        tmp_path / "run",
-        {"fan": model},
-        TrainConfig(12, 1, learning_rate=3e-3, warmup_steps=1),
-        target.shared_embeddings,
-        lambda step: batch,
-        torch.zeros(HEAD_CONFIG.hidden_size),
-        {},
-    )
+    losses, models = list[float](), {"fan": DraftModel(head, "decoupled", "fan")}
+    trainer = new_trainer(target, tmp_path / "run", models, max_steps=12)
     assert trainer.run(on_step=lambda metrics: losses.append(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0] and trainer.settings["draft_models"]["fan"]["architecture"] == "fan"
     metadata = HeadMetadata(head.config, "decoupled", NUM_LAYERS, architecture="fan")
