@@ -18,6 +18,7 @@ import kernels
 import pytest
 import torch
 from kernels import needs_kernel
+from spies import spy_on
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -281,9 +282,7 @@ def build_command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
 def test_a_library_is_built_once_and_a_damaged_one_is_replaced(
     cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builds: list[Path] = []
-    original = c_library.build
-    monkeypatch.setattr(c_library, "build", lambda command, file: (builds.append(file), original(command, file)))
+    builds = spy_on(monkeypatch, c_library, "build")
     assert load(caplog)[0] is not None and load(caplog)[0] is not None and len(builds) == 1
     (file,) = cache_folder.iterdir()
     contents = file.read_bytes()

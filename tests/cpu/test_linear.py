@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from spies import spy_on
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -57,16 +58,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def c_forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each forward was computed by the C decoder, of those for which it was asked."""
-    done: list[bool] = []
-    original = CDecoder.forward
-
-    def spy(self: CDecoder, *args: Any) -> Any:
-        scored = original(self, *args)
-        done.append(scored is not None)
-        return scored
-
-    monkeypatch.setattr(CDecoder, "forward", spy)
-    return done
+    return spy_on(monkeypatch, CDecoder, "forward", lambda scored, *_: scored is not None)
 
 
 @pytest.mark.parametrize("bias", [True, False])

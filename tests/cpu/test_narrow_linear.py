@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from spies import spy_on
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -36,15 +37,9 @@ def make_rows(count: int, dtype: torch.dtype) -> Tensor:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
     """Type and number of rows of each product of the C kernel."""
-    found: list[tuple[torch.dtype, int]] = []
-    original = CKernel.linear
-
-    def spy(self: CKernel, weight: Any, bias: Tensor | None, rows: Tensor) -> Tensor | None:
-        found.append((rows.dtype, rows.numel() // rows.shape[-1]))
-        return original(self, weight, bias, rows)
-
-    monkeypatch.setattr(CKernel, "linear", spy)
-    return found
+    return spy_on(
+        monkeypatch, CKernel, "linear", lambda *args: (args[-1].dtype, args[-1].numel() // args[-1].shape[-1])
+    )
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, native: bool) -> list[str]:

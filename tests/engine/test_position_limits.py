@@ -48,19 +48,24 @@ TABLES: dict[str, tuple[str, str, Kwargs]] = {
 }
 
 
-@cache
-def build(name: str) -> PreTrainedModel:
-    config, kind, sizes = TABLES[name]
+def new_model(kind: str, config: str, **sizes: Any) -> PreTrainedModel:
+    """A model whose weights are loud, so that texts differ."""
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = getattr(transformers, kind)(getattr(transformers, f"{config}Config")(vocab_size=100, **ids, **sizes))
+        model = getattr(transformers, kind)(getattr(transformers, f"{config}Config")(**ids, **sizes))
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.data.normal_(0, 0.35)
     model.generation_config = GenerationConfig(**ids)
     evaluated: PreTrainedModel = model.eval()
     return evaluated
+
+
+@cache
+def build(name: str) -> PreTrainedModel:
+    config, kind, sizes = TABLES[name]
+    return new_model(kind, config, vocab_size=100, **sizes)
 
 
 def prompts(length: int, padded: int | None, batch: int) -> dict[str, Tensor]:
@@ -127,17 +132,8 @@ WINDOWS: dict[str, Kwargs] = {
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_a_window_of_the_config_that_the_masks_do_not_know(kind: str, drafter: str) -> None:
     """Caches follow it, so that plain `generate` forgets what the masks of the prompt show."""
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=90, sliding_window=WINDOW, **ids, **_SMALL, **WINDOWS[kind]
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.data.normal_(0, 0.35)
-    model.generation_config = GenerationConfig(**ids)
+    sizes = {"vocab_size": 90, "sliding_window": WINDOW, **_SMALL, **WINDOWS[kind]}
+    model = new_model(f"{kind}ForCausalLM", kind, **sizes)
     prompts = [torch.tensor([[5, 6, 7, 8] * (length // 4)]) for length in (8, 20)]
     calls = [(prompt, length) for prompt in prompts for length in (3, 30)]
     options: Kwargs = {"do_sample": False, "eos_token_id": None}

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,9 +25,9 @@ from recorded_rounds import (
     without_compiled_code,
 )
 from recorders import record_nothing, record_trace
+from spies import UserCode, at
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.backend import recorder_for
@@ -156,22 +157,6 @@ def test_a_changed_model_is_recorded_anew(change: str) -> None:
     assert recorder.recordings == 2
 
 
-class Changing(BaseStreamer):
-    """Changes a model after the fifth token."""
-
-    def __init__(self, change: Callable[[], Any]) -> None:
-        self.change = change
-        self.num_puts = 0
-
-    def put(self, value: Tensor) -> None:
-        self.num_puts += 1
-        if self.num_puts == 6:  # the prompt comes first
-            self.change()
-
-    def end(self) -> None:
-        """Nothing is kept."""
-
-
 def _replace_module(model: Any) -> None:
     layer = model.get_decoder().layers[1]
     layer.mlp = copy.deepcopy(layer.mlp)
@@ -194,14 +179,15 @@ def test_a_streamer_that_changes_the_model_is_seen_by_the_next_round(change: str
     plain_model = build_model()
     model, inputs = copy.deepcopy(plain_model), build_inputs(plain_model, 0, 1)
 
-    def call(one: PreTrainedModel, streamer: BaseStreamer | None = None) -> Tensor:
-        return generate(one, inputs, False, max_new_tokens=16, streamer=streamer)
+    def call(one: PreTrainedModel, act: Callable[[Any], Any] = lambda model: None) -> Tensor:
+        """A call that acts after the fifth token."""
+        return generate(one, inputs, False, max_new_tokens=16, streamer=UserCode(at(5, partial(act, one))))
 
     unchanged = call(plain_model)
-    expected = call(plain_model, Changing(lambda: CHANGES[change](plain_model)))
+    expected = call(plain_model, CHANGES[change])
     assert not torch.equal(expected, unchanged)
     with recording(record_trace) as counting, patch_model(model, "none", tree_size=1):
-        found = call(model, Changing(lambda: CHANGES[change](model)))
+        found = call(model, CHANGES[change])
     assert torch.equal(found, expected) and counting.replays > 3
     assert counting.replays < 10 or change == "bits", "a graph reads weights where they lie"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import adversarial as adversarial
@@ -25,18 +26,15 @@ from parity import (
     get_model,
     speculate,
 )
+from spies import UserCode, at, raising
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria
-from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.engine.kv_cache import RaggedKVCache
@@ -154,67 +152,16 @@ def test_a_cache_filled_under_autocast_has_the_types_of_a_dynamic_cache(family: 
 # --- interruptions ----------------------------------------------------------------------------------------------------
 
 
-class Interrupting(BaseStreamer):
-    """Raises at its `at`-th put of a step, or at the end."""
-
-    def __init__(self, at: int, error: type[BaseException]) -> None:
-        self.at, self.error, self.count = at, error, -1  # the prompt is put first
-
-    def put(self, value: Tensor) -> None:
-        self.count += 1
-        if self.count == self.at:
-            raise self.error("stop")
-
-    def end(self) -> None:
-        if self.at < 0:
-            raise self.error("stop")
-
-
-class Halting(StoppingCriteria):
-    """Raises at its `at`-th call."""
-
-    def __init__(self, at: int, error: type[BaseException]) -> None:
-        self.at, self.error, self.count = at, error, 0
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        if self.count == self.at:
-            raise self.error("stop")
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class Balking(LogitsProcessor):
-    """Raises at its `at`-th call."""
-
-    def __init__(self, at: int, error: type[BaseException]) -> None:
-        self.at, self.error, self.count = at, error, 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.count += 1
-        if self.count == self.at:
-            raise self.error("stop")
-        return scores
-
-
-def interrupted(where: str, at: int, error: type[BaseException]) -> Kwargs:
-    """Arguments of a call that is interrupted."""
-    return {
-        "streamer": lambda: {"streamer": Interrupting(at, error)},
-        "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Halting(at, error)])},
-        "processor": lambda: {"logits_processor": LogitsProcessorList([Balking(at, error)])},
-    }[where]()
-
-
 @pytest.mark.every(3)
 @TWO
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize(
-    ("where", "at"),
-    [(where, at) for where in ("streamer", "criterion", "processor") for at in (1, 2, 6)] + [("streamer", -1)],
+    ("where", "number"),
+    [(where, number) for where in ("streamer", "criterion", "processor") for number in (1, 2, 6)] + [("streamer", -1)],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, adversarial.InjectedError])
 def test_an_interrupted_call_leaves_the_cache_filled(
-    family: str, bare: bool, where: str, at: int, error: type[BaseException]
+    family: str, bare: bool, where: str, number: int, error: type[BaseException]
 ) -> None:
     model = two(family, seed=17)
     batch = 1 if where == "streamer" else 2
@@ -223,8 +170,9 @@ def test_an_interrupted_call_leaves_the_cache_filled(
     plain = generate_plain(model, inputs, **mode)
 
     def attempt(cache: DynamicCache) -> Any:
+        user = UserCode(at(number, raising(error("stop"))), where)
         with pytest.raises(error):
-            model.generate(**inputs, **mode, **{CACHE_ARGUMENT: cache}, **interrupted(where, at, error))
+            model.generate(**inputs, **mode, **{CACHE_ARGUMENT: cache}, **user.argument)
         found = copy_cache(cache)
         more = tiny.build_next_turn(inputs, plain[:, : found[0] + 1], 3, model.tiny_spec)
         return found, model.generate(**more, **{CACHE_ARGUMENT: cache}, **mode)
@@ -250,8 +198,8 @@ def test_a_second_turn_that_is_interrupted() -> None:
     )
     found = []
     for patched in (False, True):
-        cache, streamer = copy.deepcopy(first.past_key_values), Interrupting(5, KeyboardInterrupt)
-        options = {CACHE_ARGUMENT: cache, "streamer": streamer, "mmspec": {"enabled": patched}}
+        cache, user = copy.deepcopy(first.past_key_values), UserCode(at(5, raising(KeyboardInterrupt())))
+        options = {CACHE_ARGUMENT: cache, **user.argument, "mmspec": {"enabled": patched}}
         with speculate(model, "oracle", plain), pytest.raises(KeyboardInterrupt):
             model.generate(**more, **GREEDY, eos_token_id=None, **options)
         found.append(copy_cache(cache))
@@ -332,33 +280,19 @@ def test_a_cache_of_another_window_falls_back(window: int | None) -> None:
 # --- user code that writes into what it is given ----------------------------------------------------------------------
 
 
-class Scribbling(StoppingCriteria):
-    """Writes into the ids at its `at`-th call: the newest token, an older one or the prompt."""
+class Scribbling(UserCode):
+    """Writes into the ids at its `at`-th call: the newest token, an older one or the prompt; a criterion writes later
+    into another row too, and notes what it read."""
 
-    def __init__(self, what: str, at: int, token: int) -> None:
-        self.what, self.at, self.token, self.count = what, at, token, 0
+    def __init__(self, what: str, at: int, token: int, where: str = "criterion") -> None:
+        super().__init__(self.write, where)
+        self.index, self.at, self.token = {"newest": -1, "older": -2, "prompt": 1}[what], at, token
         self.read: list[Any] = []
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        if self.count in (self.at, self.at + 3):
-            index = {"newest": -1, "older": -2, "prompt": 1}[self.what]
-            input_ids[-1 if self.count == self.at else 0, index] = self.token
-        self.read.append(input_ids.tolist())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class Scrawling(LogitsProcessor):
-    """Writes into the ids at its `at`-th call, and into nothing else."""
-
-    def __init__(self, what: str, at: int, token: int) -> None:
-        self.what, self.at, self.token, self.count = what, at, token, 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.count += 1
-        if self.count == self.at:
-            input_ids[-1, {"newest": -1, "older": -2, "prompt": 1}[self.what]] = self.token
-        return scores
+    def write(self, number: int, ids: Tensor) -> None:
+        if number == self.at or (number == self.at + 3 and self.where == "criterion"):
+            ids[-1 if number == self.at else 0, self.index] = self.token
+        self.read.append(ids.tolist())
 
 
 WRITES = pytest.mark.parametrize("what", ["newest", "older", "prompt"])
@@ -378,7 +312,7 @@ def both(model: PreTrainedModel, inputs: tiny.Inputs, make: Callable[[], Kwargs]
         with speculate(model, "oracle", unwritten):
             result = generate_plain(model, mine, 5, **mode, **more, mmspec={"enabled": patched})
             stats = mmspec.stats(model, last=True)
-        read = [c.read for c in more.get("stopping_criteria", []) if isinstance(c, Scribbling)]
+        read = [one.read for one in more.get("stopping_criteria", []) if isinstance(one, Scribbling)]
         outcomes.append((result, mine["input_ids"], torch.get_rng_state(), read))
     (wanted, wanted_prompt, wanted_state, wanted_read), (got, prompt, state, read) = outcomes
     assert wanted_read == read
@@ -391,26 +325,15 @@ def both(model: PreTrainedModel, inputs: tiny.Inputs, make: Callable[[], Kwargs]
 @MODES
 @TWO
 @WRITES
-@pytest.mark.parametrize("at", [1, 2, 5])
-@pytest.mark.parametrize("penalty", [1.0, 1.6])
-def test_a_criterion_that_writes_into_the_ids(mode: Kwargs, family: str, what: str, at: int, penalty: float) -> None:
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize(("where", "penalty"), [("criterion", 1.0), ("criterion", 1.6), ("processor", 1.6)])
+def test_code_that_writes_into_the_ids(
+    mode: Kwargs, family: str, what: str, number: int, where: str, penalty: float
+) -> None:
     model = two(family, seed=21)
     inputs = tiny.build_inputs(model, 5, 2)
     mode = {**mode, "repetition_penalty": penalty, "eos_token_id": None}
-    make = lambda: {"stopping_criteria": StoppingCriteriaList([Scribbling(what, at, 40)])}  # noqa: E731
-    both(model, inputs, make, mode)
-
-
-@pytest.mark.every(5)
-@MODES
-@TWO
-@WRITES
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_processor_that_writes_into_the_ids(mode: Kwargs, family: str, what: str, at: int) -> None:
-    model = two(family, seed=21)
-    inputs = tiny.build_inputs(model, 5, 2)
-    mode = {**mode, "repetition_penalty": 1.6, "eos_token_id": None}
-    both(model, inputs, lambda: {"logits_processor": LogitsProcessorList([Scrawling(what, at, 40)])}, mode)
+    both(model, inputs, lambda: Scribbling(what, number, 40, where).argument, mode)
 
 
 @MODES
@@ -421,13 +344,13 @@ def test_a_criterion_that_writes_the_stop_token(mode: Kwargs, first: bool, to_eo
     model = two("llava", seed=21)
     inputs = tiny.build_inputs(model, 5, 2)
     tokens = generate_tokens(model, inputs, **{**mode, "max_new_tokens": 20})
-    at = next(
+    step = next(
         i for i in range(2, 12) if tokens[-1][i] not in tokens[-1][:i] and tokens[-1][i] not in tokens[0][: i + 1]
     )
-    eos = 41 if to_eos else tokens[-1][at]
+    eos = 41 if to_eos else tokens[-1][step]
 
     def make() -> Kwargs:
-        own = [Scribbling("newest", at + 1, 41 if to_eos else 40)]
+        own = [Scribbling("newest", step + 1, 41 if to_eos else 40)]
         ends = EosTokenCriteria(torch.tensor([eos]))
         return {"stopping_criteria": StoppingCriteriaList([*own, ends] if first else [ends, *own])}
 
@@ -449,32 +372,6 @@ def test_without_writing_a_criterion_stays_fast(mode: Kwargs) -> None:
 # --- user code that looks into its own cache --------------------------------------------------------------------------
 
 
-class Looking(BaseStreamer):
-    """Notes what its cache holds whenever it is called: as a criterion, a processor or a streamer."""
-
-    def __init__(self, cache: DynamicCache) -> None:
-        self.cache, self.found = cache, list[Any]()
-
-    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
-        self.found.append(copy_cache(self.cache))
-        return scores if isinstance(scores, Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
-
-    def put(self, value: Tensor) -> None:
-        self.found.append(copy_cache(self.cache))
-
-    def end(self) -> None:
-        self.found.append(copy_cache(self.cache))
-
-
-def looks(where: str, looking: Looking) -> Kwargs:
-    """Arguments that make it look."""
-    return {
-        "criterion": {"stopping_criteria": StoppingCriteriaList([looking])},
-        "processor": {"logits_processor": LogitsProcessorList([looking])},
-        "streamer": {"streamer": looking},
-    }[where]
-
-
 @MODES
 @TWO
 @pytest.mark.parametrize("where", ["criterion", "processor", "streamer"])
@@ -491,40 +388,22 @@ def test_what_user_code_finds_in_its_cache(mode: Kwargs, family: str, where: str
     plain = generate_plain(model, inputs, 1, **{CACHE_ARGUMENT: copy.deepcopy(cache)}, **mode)
     found = []
     for patched in (False, True):
-        looking = Looking(copy.deepcopy(cache))
+        own, seen = copy.deepcopy(cache), list[Any]()
+        user = UserCode(lambda number, ids, own=own, seen=seen: seen.append(copy_cache(own)), where)
         with speculate(model, "oracle", plain):
-            options = {CACHE_ARGUMENT: looking.cache, "mmspec": {"enabled": patched}}
-            result = generate_plain(model, inputs, 1, **mode, **looks(where, looking), **options)
+            options = {CACHE_ARGUMENT: own, "mmspec": {"enabled": patched}}
+            result = generate_plain(model, inputs, 1, **mode, **user.argument, **options)
             assert not patched or where == "processor" or mmspec.stats(model, last=True).num_accepted_tokens > 0
         assert torch.equal(result, plain)
-        found.append([*looking.found, copy_cache(looking.cache)])
+        found.append([*seen, copy_cache(own)])
     assert len(found[0]) == len(found[1]) >= mode["max_new_tokens"]
     for wanted, mine in zip(*found, strict=True):
         same_cache(mine, wanted)
 
 
-class Erasing(StoppingCriteria):
-    """Writes into its cache at its third call."""
-
-    def __init__(self, cache: DynamicCache) -> None:
-        self.cache, self.count = cache, 0
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        if self.count == 3:
-            for layer in self.cache.layers:
-                layer.values[:, :, 2:6].zero_()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class Cropping(Erasing):
-    """Cuts its cache at its third call."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        if self.count == 3:
-            self.cache.crop(-1)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+def erase(cache: DynamicCache) -> None:
+    for layer in cache.layers:
+        layer.values[:, :, 2:6].zero_()
 
 
 @TWO
@@ -535,7 +414,7 @@ def test_code_that_writes_into_its_cache(family: str) -> None:
     unwritten, results = generate_plain(model, inputs, **mode), []
     for patched in (False, True):
         cache = DynamicCache()
-        more = {CACHE_ARGUMENT: cache, "stopping_criteria": StoppingCriteriaList([Erasing(cache)])}
+        more = {CACHE_ARGUMENT: cache, **UserCode(at(3, partial(erase, cache)), "criterion").argument}
         with speculate(model, "oracle", unwritten):
             results.append(
                 (generate_plain(model, inputs, **mode, **more, mmspec={"enabled": patched}), copy_cache(cache))
@@ -549,9 +428,10 @@ def test_code_that_crops_its_cache_is_an_error_that_names_it() -> None:
     model = two("llava", seed=23)
     inputs, cache = tiny.build_inputs(model, 6, 1), DynamicCache()
     mode = {**GREEDY, "eos_token_id": None, CACHE_ARGUMENT: cache}
-    criteria, message = StoppingCriteriaList([Cropping(cache)]), r"past_key_values was .* mmspec=dict\(enabled=False\)"
+    message = r"past_key_values was .* mmspec=dict\(enabled=False\)"
+    user = UserCode(at(3, lambda: cache.crop(-1)), "criterion")
     with fuzz.patch_model(model, "none"), pytest.raises(RuntimeError, match=message):
-        model.generate(**inputs, **mode, stopping_criteria=criteria)
+        model.generate(**inputs, **mode, **user.argument)
 
 
 # --- `generate` taken before `unpatch` --------------------------------------------------------------------------------

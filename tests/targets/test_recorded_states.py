@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,6 +29,7 @@ from recorded_rounds import (
 )
 from recorders import record_nothing, record_trace
 from recurrent_models import FAMILIES, OTHERS, HalfRight, model_of, text_batch, text_model
+from spies import spy_on
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -152,19 +153,14 @@ def test_a_failure_in_the_middle_of_a_call(name: str, whole: bool) -> None:
 def test_an_error_at_a_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were ahead go back to the prompt's states and read again what recorded rounds have read."""
     sample, calls = TreeSampler.sample_nodes, itertools.count()
-    restore, restored = RecurrentStates.restore, list[list[bool]]()
+    restored = spy_on(monkeypatch, RecurrentStates, "restore", lambda _, states, rows: list(rows))
 
     def sometimes_nan(self: TreeSampler, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         sampled_ids, scores, is_nan = sample(self, *args)
         assert is_nan is not None
         return sampled_ids, scores, is_nan | (next(calls) >= 6)
 
-    def spy(self: RecurrentStates, rows: Sequence[bool]) -> None:
-        restored.append(list(rows))
-        restore(self, rows)
-
     monkeypatch.setattr(TreeSampler, "sample_nodes", sometimes_nan)
-    monkeypatch.setattr(RecurrentStates, "restore", spy)
     result = run(name, record_nothing)
     assert all(result.equal) and result.failure is None and result.counting.replays > 1
     assert any(restored[0]) and not all(restored[0])

@@ -20,6 +20,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from parity import FAMILIES, GREEDY, check, drafted, fell_back
+from spies import spy_on
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
@@ -273,9 +274,7 @@ def test_a_module_with_an_iterator() -> None:
 
 
 def test_the_self_test_runs_once_and_again_when_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    run_selftest = selftest.run_selftest
-    monkeypatch.setattr(selftest, "run_selftest", lambda *args, **kw: (runs.append(1), run_selftest(*args, **kw))[1])
+    runs = spy_on(monkeypatch, selftest, "run_selftest")
     model = swapped(Same)
     given = tiny.build_inputs(model, 27, 1, images=[1])
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
@@ -600,10 +599,8 @@ def test_a_proof_of_dependence_is_not_held_for_rounding(alpha: float) -> None:
 
 
 def test_the_verdict_is_found_once_per_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    run = selftest.run_selftest
     monkeypatch.setattr(selftest, "_VERDICTS", {})
-    monkeypatch.setattr(selftest, "run_selftest", lambda *args, **kw: (runs.append(1), run(*args, **kw))[1])
+    runs = spy_on(monkeypatch, selftest, "run_selftest")
     for seed in (1, 2):
         mmspec.unpatch(mmspec.patch(fresh_model(seed=seed), drafter="lookup"))
     assert len(runs) == 1, "the verdict does not depend on the weights"

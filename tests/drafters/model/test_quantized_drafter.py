@@ -12,6 +12,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from forced_drafts import choose_all, planned
+from spies import spy_on
 from torch import Tensor, nn
 
 import mmspec
@@ -70,8 +71,7 @@ def test_what_a_copy_reads_is_expected_from_its_bytes(
     dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it is made, of the most bits that it may have; then as it is."""
-    prior, found = QuantizedDrafter.prior, list[float]()
-    monkeypatch.setattr(QuantizedDrafter, "prior", lambda *args: found.append(prior(*args)[1]) or prior(*args))
+    found = spy_on(monkeypatch, QuantizedDrafter, "prior", lambda prior, *_: prior[1])
     model = _model(dtype=dtype)
     inputs = tiny.build_inputs(model, seed=1)
     _generate(mmspec.patch(model, "arbitrated"), inputs)

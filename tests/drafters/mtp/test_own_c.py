@@ -15,6 +15,7 @@ import torch
 from c_bugs import faulty_kernel
 from fake_target import scores_by_path
 from fuzz import patch_model
+from spies import spy_on
 
 import mmspec
 from mmspec.cpu.c_kernel import load_kernel
@@ -229,9 +230,6 @@ def test_an_assistant_of_other_layers_drafts_in_torch(
     model, drafter = build("gemma4", torch.float32, tmp_path, top_k=2)
     for layer in drafter.head.body.layers:
         layer.mlp.act_fn = activation
-    trees, agrees = list[Any](), list[bool]()
-    inner, checked = drafter.c_draft, drafter._agrees
-    monkeypatch.setattr(drafter, "c_draft", lambda state: trees.append(inner(state)) or trees[-1])
-    monkeypatch.setattr(drafter, "_agrees", lambda *args: agrees.append(checked(*args)) or agrees[-1])
+    trees, agrees = spy_on(monkeypatch, drafter, "c_draft"), spy_on(monkeypatch, drafter, "_agrees")
     counted = run(model, drafter, torch.float32, monkeypatch, do_sample=False)
     assert trees == [None] and agrees == [False] and counted.drafts == 1  # that of the comparison

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from spies import spy_on
 from torch import Tensor, nn
 
 from mmspec.drafters.checkpoints import format as checkpoint
@@ -102,12 +102,6 @@ def test_depth_and_top_k_are_at_least_one() -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_autocast_only_on_devices_with_bfloat16(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmspec.drafters.training.trainer.bf16_is_faster", lambda device: native)
-    found, original = set[bool](), torch.nn.functional.linear
-
-    def spy(*args: Any, **kwargs: Any) -> Tensor:
-        found.add(original(*args, **kwargs).dtype == torch.bfloat16)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    found = spy_on(monkeypatch, torch.nn.functional, "linear", lambda result, *_: result.dtype == torch.bfloat16)
     assert build_trainer(tmp_path).run(60)
-    assert found == {native}
+    assert set(found) == {native}
