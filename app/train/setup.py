@@ -12,7 +12,6 @@ import torch
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import UsageError
 from mmspec.app.io.jsonl import replace_file
-from mmspec.app.modeling.load import load_model, load_text_model
 from mmspec.app.modeling.text import is_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
@@ -34,6 +33,8 @@ def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher,
     Raises:
         UsageError: no data, a target that cannot be loaded, or options about images for a language model.
     """
+    from mmspec.app.modeling.load import load_model, load_text_model
+
     is_text = is_text_model(options.target)
     for name in ("text_first", "visual_mode", "compressor") if is_text else ():
         if getattr(options, name):
