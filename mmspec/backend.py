@@ -8,7 +8,7 @@
 | *eager* | the parts one by one, in torch | else | `"torch"` | |
 
 On a CPU linear layers of eager parts run in their fastest kernel (`use_kernels`), but with `backend="torch"`, and what
-recurrent layers compute between them, prompts included, in C (`use_recurrent_kernels`).
+recurrent layers compute between them in C, in prompts too (`use_prompt_kernels`).
 A call that the named one does not serve runs eager, with one warning that says why. `find_recorder` is asked before the
 prompt (`mmspec.prefill`), `find_c_draft` at a head's first draft, the others when the first tokens are out
 (`mmspec.engine.loop`).
@@ -104,25 +104,22 @@ def use_kernels(plan: CallPlan, target: HFTarget) -> AbstractContextManager[None
         weights = read if target.c_forwards is None else target.c_forwards.decoder.matrices()
         plan.huge_pages.add(weights, target.max_new_tokens)
     linears = use_fast_linears(plan.autotuner, layers, config.deterministic, not config.may_use_c)
-    return linears if target.c_forwards is not None else _both(linears, use_recurrent_kernels(plan))
+    return linears if target.c_forwards is not None else _and_recurrent_kernels(plan, linears)
 
 
-def use_prompt_linear_kernels(plan: CallPlan) -> AbstractContextManager[None]:
+def use_prompt_kernels(plan: CallPlan) -> AbstractContextManager[None]:
     """The same for the prompt's forward, vision tower included."""
     if plan.config.backend == "torch" or _reason_against_c(plan) is not None:
         return nullcontext()
     layers = _large(plan.modules.prompt_linear_layers, plan.config)
-    return use_fast_linears(plan.autotuner, layers, plan.config.deterministic)
+    return _and_recurrent_kernels(plan, use_fast_linears(plan.autotuner, layers, plan.config.deterministic))
 
 
-def use_recurrent_kernels(plan: CallPlan) -> AbstractContextManager[None]:
-    """For forwards of the model, the prompt's and in rounds: between the projections of recurrent layers they run in C,
-    where it knows the functions."""
-    if not plan.config.may_use_c or plan.unknown_code is not None or _reason_against_c(plan) is not None:
-        return nullcontext()
-    functions = updating_functions(plan.modules.kinds)
+def _and_recurrent_kernels(plan: CallPlan, linears: AbstractContextManager[None]) -> AbstractContextManager[None]:
+    """The context `linears`, in which the model runs, where C also computes what recurrent layers do between them."""
+    functions = updating_functions(plan.modules.kinds) if plan.config.may_use_c and plan.unknown_code is None else []
     kernel = load_kernel() if functions and plan.autotuner.allow_c else None
-    return nullcontext() if kernel is None else computed_in_c(kernel, functions)
+    return linears if kernel is None else _both(linears, computed_in_c(kernel, functions))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mmspec.backend import find_recorder, use_prompt_linear_kernels, use_recurrent_kernels
+from mmspec.backend import find_recorder, use_prompt_kernels
 from mmspec.call import Call, FallbackRequired
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
 from mmspec.engine.prefix import Prefix
@@ -38,7 +38,7 @@ def prefill(call: Call, stack: ExitStack) -> Prefilled:
     plan = call.plan
     batch, length = call.input_ids.shape[0], call.input_ids.shape[1] + call.max_new_tokens
     recorder = find_recorder(call, length)
-    with use_prompt_linear_kernels(plan), use_recurrent_kernels(plan):
+    with use_prompt_kernels(plan):
         lane = stack.enter_context(plan.lanes.lease(plan.revision, batch, length, recorder))
         try:
             return _prefill(call, lane)

@@ -70,7 +70,8 @@ def find_computation(
 def _delta_rule(kernel: CKernel, values: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None:
     if not values.get("use_qk_l2norm_in_kernel"):
         return None
-    found = mixers.delta_rule(kernel, *(values[name] for name in DELTA_RULE), values.get("initial_state"))
+    query, key, value, g, beta = (values[name] for name in DELTA_RULE)
+    found = mixers.delta_rule(kernel, query, key, value, g, beta, values.get("initial_state"))
     return found if found is None or values.get("output_final_state") else (found[0], None)
 
 

@@ -18,7 +18,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.backend import use_prompt_linear_kernels
+from mmspec.backend import use_prompt_kernels
 from mmspec.cpu import linear as cpu
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.decoder import CDecoder
@@ -199,11 +199,12 @@ def test_small_layers_keep_their_forward(deterministic: bool, monkeypatch: pytes
     monkeypatch.setattr("mmspec.backend.use_fast_linears", lambda _, layers, *rest: replaced.extend(layers))
     plan = SimpleNamespace(
         adapter=SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))),
-        config=SimpleNamespace(backend="auto", deterministic=deterministic),
-        modules=SimpleNamespace(prompt_linear_layers=list(model)),
+        config=SimpleNamespace(backend="auto", deterministic=deterministic, may_use_c=True),
+        modules=SimpleNamespace(prompt_linear_layers=list(model), kinds=[nn.Linear]),
+        unknown_code=None,
         autotuner=LinearAutotuner(),
     )
-    use_prompt_linear_kernels(plan)  # type: ignore[arg-type]
+    use_prompt_kernels(plan)  # type: ignore[arg-type]
     assert replaced == list(model)[: 2 if deterministic else 1]
 
 

@@ -267,6 +267,7 @@ def check_convolution(kernel: CKernel, shape: tuple[int, int, int, int], dtype: 
             want = slow_convolution(inputs, weight, offsets, has_silu)
             tolerance = 2e-6 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
             torch.testing.assert_close(mine.double(), want.double(), rtol=tolerance, atol=tolerance)
+            assert dtype is torch.float32 or (mine != want).sum() <= mine.numel() / 50  # sums at the edge of rounding
             for t in range(0, shape[2], 5):  # the last token of the tokens up to it
                 window = inputs[..., max(0, t - shape[3] + 1) : t + 1]
                 alone = mixers.convolution(kernel, window, weight, offsets, has_silu)
