@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,23 @@ def test_a_server_that_drips_ends_the_fetch(where: str, serve: _Server, monkeypa
     assert failure(url) == "TooSlow"
     ended.set()
     assert time.monotonic() - start < 20, "two orders of magnitude above the limit, for a busy machine"
+
+
+@pytest.mark.parametrize(("late_s", "suspended"), [(0.5, False), (3600.0, True)])
+def test_an_attempt_that_ended_long_ago_was_suspended(
+    late_s: float, suspended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(web_connection, "time", SimpleNamespace(monotonic=lambda: now))
+    pace = web_connection.Pace(20.0)
+    pace.add(web_connection.MIN_BYTES_PER_S)  # one more second
+    with socket.socket() as connected:
+        pace.limit(connected)
+        assert connected.gettimeout() == 21.0 and not pace.was_suspended
+        now += 21.0 + late_s
+        with pytest.raises(TimeoutError, match=r"no whole answer in 20 s \+ 1 s per 128 KiB"):
+            pace.limit(connected)
+    assert pace.was_suspended == suspended
 
 
 def test_tls_handshake_that_never_ends(serve: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
