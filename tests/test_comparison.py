@@ -210,12 +210,6 @@ def _trained_drafter() -> Any:
     return tiny_heads.build_drafter("latent", SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2))  # type: ignore[arg-type]
 
 
-def test_a_replica_shares_weights() -> None:
-    drafter = _trained_drafter()
-    twin: Any = replicate(drafter)
-    assert twin is not drafter and twin.head is drafter.head and twin.compressor is drafter.compressor
-
-
 class Wrapper(adversarial.AdversarialDrafter):
     """A user's drafter around another."""
 
@@ -224,10 +218,11 @@ class Wrapper(adversarial.AdversarialDrafter):
         self.inner = inner
 
 
-def test_a_replica_shares_weights_of_wrapped_drafters() -> None:
-    inner = _trained_drafter()
-    twin: Any = replicate(Wrapper(inner))
-    assert twin.inner is not inner and twin.inner.head is inner.head
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_replica_shares_weights(is_wrapped: bool) -> None:
+    drafter = _trained_drafter()
+    twin: Any = replicate(Wrapper(drafter)).inner if is_wrapped else replicate(drafter)
+    assert twin is not drafter and twin.head is drafter.head and twin.compressor is drafter.compressor
 
 
 def test_drafters_may_replicate_themselves(model: PreTrainedModel) -> None:

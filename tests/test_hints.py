@@ -50,41 +50,6 @@ class UserDrafter:
         pass
 
 
-class ReturnsList(UserDrafter):
-    def propose(self, state: Any, max_nodes: Any, active: Any):  # type: ignore[no-untyped-def]
-        return [[1, 2]]
-
-
-class ReturnsNothing(UserDrafter):
-    def propose(self, state: Any, max_nodes: Any, active: Any):  # type: ignore[no-untyped-def]
-        return None
-
-
-class Generates(UserDrafter):
-    def propose(self, state: Any, max_nodes: Any, active: Any):  # type: ignore[no-untyped-def]
-        yield root_only(len(active))
-
-
-class NoRequirements(UserDrafter):
-    requirements = None
-
-
-class DictRequirements(UserDrafter):
-    requirements = {"top_k": 1}  # noqa: RUF012
-
-
-class NumberName(UserDrafter):
-    name = 3
-
-
-class TextSize(UserDrafter):
-    vocab_size = "100"
-
-
-class NoMethod(UserDrafter):
-    propose = "a tree"  # type: ignore[assignment]
-
-
 class NoPropose:
     """Everything else that a drafter has."""
 
@@ -92,28 +57,29 @@ class NoPropose:
     begin = observe = staticmethod(lambda *args: None)
 
 
-BAD = {
-    ReturnsList: "propose returned list",
-    ReturnsNothing: "propose returned NoneType",
-    Generates: "propose returned generator",
-    NoRequirements: "requirements is None",
-    DictRequirements: "requirements is {'top_k': 1}",
-    NumberName: "name is 3",
-    TextSize: "vocab_size is '100'",
-    NoMethod: "propose is 'a tree'",
-    NoPropose: "has no 'propose'",
+BAD: dict[str, dict[str, Any]] = {
+    "propose returned list": {"propose": lambda self, state, max_nodes, active: [[1, 2]]},
+    "propose returned NoneType": {"propose": lambda self, state, max_nodes, active: None},
+    "propose returned generator": {"propose": lambda self, state, max_nodes, active: (root_only(1) for _ in active)},
+    "propose is 'a tree'": {"propose": "a tree"},
+    "requirements is None": {"requirements": None},
+    "requirements is {'top_k': 1}": {"requirements": {"top_k": 1}},
+    "name is 3": {"name": 3},
+    "vocab_size is '100'": {"vocab_size": "100"},
+    "has no 'propose'": {},
 }
+"""What is said, and what of a drafter is replaced."""
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_what_a_drafter_is_is_said_at_patch(model: PreTrainedModel, kind: type) -> None:
-    drafter = kind()
+@pytest.mark.parametrize("said", BAD)
+def test_what_a_drafter_is_is_said_at_patch(model: PreTrainedModel, said: str) -> None:
+    drafter = type("Bad", (UserDrafter if BAD[said] else NoPropose,), BAD[said])()
     state = torch.get_rng_state()
     with pytest.raises(TypeError) as error:
         mmspec.patch(model, drafter)
     message = str(error.value)
     assert "mmspec.Drafter" in DRAFTER_CONTRACT and DRAFTER_CONTRACT in message
-    assert BAD[kind] in message and len(message) <= 300
+    assert said in message and len(message) <= 300
     assert not mmspec.is_patched(model) and torch.equal(torch.get_rng_state(), state)
 
 

@@ -143,11 +143,16 @@ def until(page: Any, condition: Callable[[], object]) -> None:
         page.wait_for_timeout(30)
 
 
+def set_tokens(page: Any, count: int) -> None:
+    """How long answers are, under Expert."""
+    page.locator("#expert").evaluate("(one) => { one.open = true; }")
+    page.locator("#max_new_tokens").fill(str(count))
+
+
 def ask(page: Any, question: str, number: int, tokens: int = 60) -> Any:
     """Ask, and wait for the whole answer of turn `number`; returns the turn."""
     if page.locator("#max_new_tokens").input_value() != str(tokens):
-        page.locator("#expert").evaluate("(one) => { one.open = true; }")
-        page.locator("#max_new_tokens").fill(str(tokens))
+        set_tokens(page, tokens)
     page.locator("#question").fill(question)
     page.locator("#question").press("Enter")
     return finished(page, number)
@@ -225,8 +230,7 @@ def test_an_answer_streams_in_its_colours_and_plain_generate_follows(
     visit: Callable[..., Any], demo: Demo, width: int, slow: None
 ) -> None:
     page = visit(width)
-    page.locator("#expert").evaluate("(one) => { one.open = true; }")
-    page.locator("#max_new_tokens").fill("100")
+    set_tokens(page, 100)
     page.locator(".sample").first.click()
     turn = page.locator(".turn")
     turn.locator(".mmspec .text span").nth(3).wait_for()
@@ -260,8 +264,7 @@ def test_another_picture_while_an_answer_comes(
     visit: Callable[..., Any], demo: Demo, width: int, tmp_path: Path, slow: None
 ) -> None:
     page = visit(width)
-    page.locator("#expert").evaluate("(one) => { one.open = true; }")
-    page.locator("#max_new_tokens").fill("1000")
+    set_tokens(page, 1000)
     page.locator(".sample").first.click()
     page.locator(".mmspec .text span").nth(5).wait_for()
     take(page, write_images(tmp_path, 1)[0])
@@ -474,8 +477,7 @@ def test_stop_stops_and_a_long_question_keeps_the_answer_in_sight(
     visit: Callable[..., Any], demo: Demo, slow: None
 ) -> None:
     page = visit()
-    page.locator("#expert").evaluate("(one) => { one.open = true; }")
-    page.locator("#max_new_tokens").fill("1000")
+    set_tokens(page, 1000)
     page.locator(".sample").first.click()
     page.locator(".mmspec .text span").nth(5).wait_for()
     page.locator("#stop").click()
@@ -490,9 +492,8 @@ def test_stop_stops_and_a_long_question_keeps_the_answer_in_sight(
 
 def test_a_second_visitor_waits_and_is_told(visit: Callable[..., Any], demo: Demo, slow: None) -> None:
     first, second = visit(), visit(390)
-    for page, tokens in ((first, "1000"), (second, "8")):
-        page.locator("#expert").evaluate("(one) => { one.open = true; }")
-        page.locator("#max_new_tokens").fill(tokens)
+    set_tokens(first, 1000)
+    set_tokens(second, 8)
     first.locator(".sample").first.click()
     first.locator(".mmspec .text span").nth(3).wait_for()
     second.locator(".sample").first.click()
@@ -533,8 +534,7 @@ def test_the_page_is_for_everybody(
 def test_random_presses_leave_only_figures_of_their_own(visit: Callable[..., Any], demo: Demo, width: int) -> None:
     """Enabled controls at random, the same ones in each run as far as the timing allows: a minute for both widths."""
     page, chance = visit(width), random.Random(width)
-    page.locator("#expert").evaluate("(one) => { one.open = true; }")
-    page.locator("#max_new_tokens").fill("40")
+    set_tokens(page, 40)
     end = time.monotonic() + float(os.environ.get("MMSPEC_PRESSES_S", "30"))
     for number in itertools.count():
         if time.monotonic() > end:

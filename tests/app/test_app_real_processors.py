@@ -53,20 +53,9 @@ def write_inputs(folder: Path) -> Path:
 
 def test_a_caption_job_equals_generate(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.jsonl"
-    options = [
-        "--prompt",
-        "describe it",
-        "--max-new-tokens",
-        "12",
-        "--no-progress",
-        "--dtype",
-        "float32",
-        "--batch-size",
-        "2",
-    ]
-    assert (
-        main(["caption", str(write_inputs(tmp_path / "in")), "--model", str(folder), "--out", str(out), *options]) == 0
-    )
+    words = ["--max-new-tokens", "12", "--no-progress", "--dtype", "float32", "--batch-size", "2"]
+    args = ["caption", str(write_inputs(tmp_path / "in")), "--model", str(folder), "--out", str(out), *words]
+    assert main([*args, "--prompt", "describe it"]) == 0
     rows = {Path(row["file_name"]).name: row for row in map(json.loads, out.read_text().splitlines())}
     assert len(rows) == 5 and not any(row["error"] for row in rows.values())
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)

@@ -48,18 +48,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_row_stands_alone(pictures: Path, tmp_path: Path, form: str) -> None:
     out = tmp_path / ("o.jsonl" if form == "jsonl" else "o")
-    options = [
-        "--prompt",
-        "what is it ?",
-        "--temperature",
-        0.7,
-        "--seed",
-        5,
-        "--top-p",
-        0.9,
-        "--system-prompt",
-        "be brief",
-    ]
+    options = ["--temperature", "0.7", "--seed", "5", "--top-p", "0.9"]
+    options += ["--prompt", "what is it ?", "--system-prompt", "be brief"]
     assert caption(pictures, "--out", out, "--format", form, *options) == 0
     for row in rows(out):
         assert list(row) == list(ROW_COLUMNS) and list(row["gen"]) == list(GENERATION)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,27 +62,11 @@ def test_model_card_documents_the_training_of_the_bundled_weights() -> None:
 
 
 def test_its_files_name_classes_of_transformers_alone() -> None:
-    """Which the next test shows in a process of its own."""
+    """So that it loads without mmspec, as `test_export_is_rounded_and_loads_without_mmspec` does with another one."""
     files = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in WEIGHTS_FOLDER.glob("*.json")}
     assert files["config.json"]["architectures"] == ["LlavaForConditionalGeneration"]
     assert files["processor_config.json"]["processor_class"] == "LlavaProcessor"
     assert not any("auto_map" in content for content in files.values())
-
-
-@pytest.mark.slow
-def test_it_loads_without_mmspec() -> None:
-    code = f"""
-import sys
-from transformers import AutoModelForImageTextToText, AutoProcessor
-model = AutoModelForImageTextToText.from_pretrained({str(WEIGHTS_FOLDER)!r})
-processor = AutoProcessor.from_pretrained({str(WEIGHTS_FOLDER)!r}, backend="pil")
-assert not any(name.split(".")[0] == "mmspec" for name in sys.modules)
-print(type(model).__name__, model.dtype, type(processor).__name__)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
-    )
-    assert done.stdout.split() == ["LlavaForConditionalGeneration", "torch.float32", "LlavaProcessor"]
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -156,23 +138,8 @@ def test_bundled_gate_chooses_a_compressor(bundled_model: tuple[Any, Any]) -> No
 
 def test_scenes_model_is_the_default_of_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "captions.jsonl"
-    assert (
-        main(
-            [
-                "caption",
-                str(list_example_files()[1]),
-                "--model",
-                "scenes",
-                "--out",
-                str(out),
-                "--max-new-tokens",
-                "8",
-                "--compare",
-                "--no-progress",
-            ]
-        )
-        == 0
-    )
+    words = ["--model", "scenes", "--max-new-tokens", "8", "--compare", "--no-progress"]
+    assert main(["caption", str(list_example_files()[1]), "--out", str(out), *words]) == 0
     assert json.loads(out.read_text())["model"] == "scenes"
     assert main(["compare", "--drafters", "none", "--new-tokens", "5"]) == 0
     assert " NO " not in capsys.readouterr().out
