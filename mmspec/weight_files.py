@@ -57,11 +57,8 @@ def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
         return list(_read_index(file))
     if file.name == PICKLE_NAME:
         return list(_read_pickle(file))
-    try:
-        with safe_open(file, "pt") as tensors:
-            return list(tensors.keys())
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+    with _explain(file), safe_open(file, "pt") as tensors:
+        return list(tensors.keys())
 
 
 def holds_head(folder: str | os.PathLike[str]) -> bool:
@@ -191,10 +188,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{file} is missing.")
     if file.suffix != ".safetensors":
         return _read_pickle(file)
-    try:
+    with _explain(file):
         return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def read_pickle(file: Path) -> Any:
@@ -259,12 +254,6 @@ def _without_prefix(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors without `MODEL_PREFIX`, where the weights are a head's with it."""
     if f"{MODEL_PREFIX}{HEAD_TENSOR}" not in weights:
         return dict(weights)
-    return dict(_renamed(weights))
-
-
-def _renamed(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for name, value in weights.items():
-        short = name.removeprefix(MODEL_PREFIX)
-        if short != name and short in weights:
-            raise ValueError(f"the weights hold both {short} and {name}.")
-        yield short, value
+    if both := [name for name in weights if MODEL_PREFIX + name in weights]:
+        raise ValueError(f"the weights hold both {both[0]} and {MODEL_PREFIX}{both[0]}.")
+    return {name.removeprefix(MODEL_PREFIX): value for name, value in weights.items()}

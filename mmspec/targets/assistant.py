@@ -6,11 +6,9 @@ the target's last layer of each type that stores its own. It is published beside
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from mmspec.files import snapshot_id
 from mmspec.interfaces import AssistantParts, OwnHeadError
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_layers import eps_of, is_norm, layer_weights
-from mmspec.targets.draft_model import CONFIG_FILE, check_complete
+from mmspec.targets.draft_model import check_complete, config_of
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.own_checkpoint import check_unchanged, checkpoint_folder
 from mmspec.weight_files import TensorFiles
@@ -158,11 +156,7 @@ def stored_layer_by_type(config: Any) -> dict[str, int]:
 
 def is_assistant_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds an assistant."""
-    try:
-        config = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # whoever loads the folder reports it
-        return False
-    return isinstance(config, dict) and config.get("model_type") in ASSISTANT_TYPES
+    return config_of(folder).get("model_type") in ASSISTANT_TYPES
 
 
 def find_assistant(adapter: ModelAdapter) -> AssistantParts:

@@ -1,4 +1,4 @@
-"""Tests the C decoder of a model against the model's own forward, once per state of its modules.
+"""Which calls have forwards in C: those of a model are tested against its own, once per state of its modules.
 
 Both score a small random tree behind the prompt of a call: at the far end of the model's positions and, where layers
 have a window, with one that is shorter than the prompt, so that nothing that depends on either stays unseen. Logits
@@ -8,30 +8,28 @@ to the model's own. Only positions behind the committed ones are written.
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.cpu.bf16_copies import WeightCopies
 from mmspec.cpu.c_kernel import CKernel
-from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder, DecoderContext, DecoderInputs
+from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder
 from mmspec.cpu.layers import DecoderShape
 from mmspec.cpu.linear import find_linear_layers
-from mmspec.engine.kv_cache import RaggedKVCache
-from mmspec.engine.revision import Revision
 from mmspec.engine.tree import DraftTree, sanitize
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.agreement import HALF_TYPES, MAX_OWN, TOLERANCE, Rounding, equal_logits
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.c_forwards import CForwards, NodeCall
 from mmspec.targets.c_traits import DecoderParts, Rotary, read_parts
-from mmspec.targets.forward import CallTensors, NodeForward
+from mmspec.targets.forward import NodeForward
 from mmspec.targets.layer_access import layer_access, with_forwards
-from mmspec.targets.recurrent_states import RecurrentStates
 
 PARENTS = (-1, 0, 0, 1, 3, 1)
 """The tree that both score."""
@@ -44,97 +42,38 @@ COMPARED_SHARE = 0.5
 MIN_ROUTED_SHARE = 0.6
 """Of the nodes that must agree in half precision in a model with experts. Of two near-ties the router chooses the other
 for some, as between two forwards of the model itself; a trait that is wrong would change them all."""
+IGNORED_INPUTS = frozenset(
+    (CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes", "image_num_crops")
+)
+"""Inputs of a round that do not change what such a forward computes: it has no images."""
+WEIGHT_COPIES = WeightCopies()
+"""Of the weights of all models of this process."""
 
 
-@dataclass(frozen=True)
-class NodeCall:
-    """A call of a model after its prefill.
+def find_c_forwards(kernel: CKernel, call: NodeCall, runs_user_code: bool) -> CForwards | None:
+    """The forwards in C of a call; None if C does not compute what the model does, or the call is not for it.
 
-    Attributes:
-        adapter: of the model.
-        revision: of the model.
-        template: inputs of every round that do not change.
-        tensors: what the forwards read besides the nodes.
-        kv_cache: with the prompt.
-        has_media: whether the prompt has images or videos.
-        states: of recurrent layers; None if the model has none.
+    Args:
+        kernel: the C kernel.
+        call: the call, after its prefill.
+        runs_user_code: user code runs during the call.
     """
-
-    adapter: ModelAdapter
-    revision: Revision
-    template: Mapping[str, Any]
-    tensors: CallTensors
-    kv_cache: RaggedKVCache
-    has_media: bool
-    states: RecurrentStates | None = None
-
-    @functools.cached_property
-    def position_base(self) -> list[int] | None:
-        """Position id of each row's cache position 0 if all positions were text; None if the axes differ."""
-        base = self.tensors.position_base
-        if base.dim() == 3:
-            axes = base[1:] if len(base) == 4 else base  # the first of four is for masks only
-            if not bool((axes == axes[:1]).all()):
-                return None
-            base = axes[0]
-        return [int(position) for position in base[:, 0].expand(len(self.kv_cache.seq_lens))]
-
-    @functools.cached_property
-    def padded_ids(self) -> list[int]:
-        """See `ModelAdapter.padded_ids`."""
-        return self.adapter.padded_ids
-
-    def logged(self) -> AbstractContextManager[None]:
-        """Context for a forward of the model, which leaves recurrent states as they are."""
-        return nullcontext() if self.states is None else self.states.logged()
-
-    def context(self, caches: Sequence[Tensor | None], rows: Sequence[int] | None = None) -> DecoderContext:
-        """What nodes come behind now.
-
-        Args:
-            caches: keys and values of the decoder's layers.
-            rows: the rows to compute; None for all.
-        """
-        assert self.position_base is not None
-        context = DecoderContext(
-            lengths=self.kv_cache.seq_lens,
-            position_base=self.position_base,
-            max_position=self.tensors.last_position,
-            padding=self.tensors.padding,
-            caches=caches,
-            states=() if self.states is None else self.states.of_layers(),
-        )
-        if rows is None:
-            return context
-        return replace(
-            context,
-            lengths=[context.lengths[row] for row in rows],
-            position_base=[context.position_base[row] for row in rows],
-            padding=None if context.padding is None else context.padding[rows],
-            cache_rows=rows,
-        )
-
-    def inputs(
-        self, tree: DraftTree, caches: Sequence[Tensor | None], rows: Sequence[int] | None = None
-    ) -> DecoderInputs:
-        """A forward over the nodes of a sanitized tree; see `context`."""
-        assert tree.depths is not None and tree.ancestor_mask is not None
-        nodes = tree.tokens, tree.depths, tree.ancestor_mask
-        tokens, depths, ancestors = nodes if rows is None else (part[rows] for part in nodes)
-        for token in self.padded_ids:
-            tokens = tokens.masked_fill(tokens == token, self.adapter.text_config.pad_token_id)
-        context = vars(self.context(caches, rows))
-        return DecoderInputs(tokens=tokens, depths=depths, ancestor_mask=ancestors, **context)
-
-
-def verified_parts(kernel: CKernel, call: NodeCall) -> DecoderParts | None:
-    """The parts of the model's decoder, if the C decoder computes what the model does; else None."""
     inputs = frozenset(name for name, value in call.template.items() if value is not None)
+    if inputs - IGNORED_INPUTS or call.position_base is None:
+        return None
     key = "C", kernel.level, inputs, frozenset(call.tensors.token_types), call.has_media
     if key not in call.revision and len(_parents(call)) * len(call.kv_cache.seq_lens) > MAX_DECODER_ROWS:
         return None  # too wide a call to test with
     shape = call.revision.cached(key, lambda: _agreeing_shape(kernel, call))
-    return None if shape is None else next(read_parts(call.adapter, shape), None)
+    parts = None if shape is None else next(read_parts(call.adapter, shape), None)
+    if parts is None:
+        return None
+    try:
+        copies = None if runs_user_code else WEIGHT_COPIES
+        decoder = CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries, copies)
+    except ValueError:  # weights of other types, devices or shapes
+        return None
+    return CForwards(decoder, parts, call, runs_user_code)
 
 
 def _agreeing_shape(kernel: CKernel, call: NodeCall) -> DecoderShape | None:
@@ -240,7 +179,7 @@ def _score(
     scored = decoder.forward(call.inputs(tree, caches))
     if scored is not None and call.states is not None:
         call.states.record(decoder.logs)
-    return None if scored is None else parts.finish_logits(scored[0])
+    return None if scored is None else parts.shared.scale_logits(scored[0])
 
 
 def _states_behind(call: NodeCall, tree: DraftTree) -> list[Tensor]:

@@ -1,36 +1,109 @@
-"""The forwards over tree nodes of one call in C, for models whose decoder it knows.
+"""The forwards over tree nodes of one call in C, for models whose decoder it knows (`mmspec.targets.c_check`).
 
-Which decoders those are is read from a model's modules (`mmspec.targets.c_traits`) and tested against its own
-forward (`mmspec.targets.c_check`). Whatever differs (hooks, adapters, quantised layers) runs in the model's
-own forward, as do prompts.
+Whatever differs (hooks, adapters, quantised layers) runs in the model's own forward, as do prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.cpu.bf16_copies import WeightCopies
-from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
-from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder
+from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder, DecoderContext, DecoderInputs
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.revision import Revision
 from mmspec.engine.tree import DraftTree
-from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.targets.c_check import NodeCall, verified_parts
+from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_traits import DecoderParts
-
-IGNORED_INPUTS = frozenset(
-    (CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes", "image_num_crops")
-)
-"""Inputs of a round that do not change what such a forward computes: it has no images."""
+from mmspec.targets.forward import CallTensors
+from mmspec.targets.recurrent_states import RecurrentStates
 
 
-WEIGHT_COPIES = WeightCopies()
-"""Of the weights of all models of this process."""
+@dataclass(frozen=True)
+class NodeCall:
+    """A call of a model after its prefill.
+
+    Attributes:
+        adapter: of the model.
+        revision: of the model.
+        template: inputs of every round that do not change.
+        tensors: what the forwards read besides the nodes.
+        kv_cache: with the prompt.
+        has_media: whether the prompt has images or videos.
+        states: of recurrent layers; None if the model has none.
+    """
+
+    adapter: ModelAdapter
+    revision: Revision
+    template: Mapping[str, Any]
+    tensors: CallTensors
+    kv_cache: RaggedKVCache
+    has_media: bool
+    states: RecurrentStates | None = None
+
+    @functools.cached_property
+    def position_base(self) -> list[int] | None:
+        """Position id of each row's cache position 0 if all positions were text; None if the axes differ."""
+        base = self.tensors.position_base
+        if base.dim() == 3:
+            axes = base[1:] if len(base) == 4 else base  # the first of four is for masks only
+            if not bool((axes == axes[:1]).all()):
+                return None
+            base = axes[0]
+        return [int(position) for position in base[:, 0].expand(len(self.kv_cache.seq_lens))]
+
+    @functools.cached_property
+    def padded_ids(self) -> list[int]:
+        """See `ModelAdapter.padded_ids`."""
+        return self.adapter.padded_ids
+
+    def logged(self) -> AbstractContextManager[None]:
+        """Context for a forward of the model, which leaves recurrent states as they are."""
+        return nullcontext() if self.states is None else self.states.logged()
+
+    def context(self, caches: Sequence[Tensor | None], rows: Sequence[int] | None = None) -> DecoderContext:
+        """What nodes come behind now.
+
+        Args:
+            caches: keys and values of the decoder's layers.
+            rows: the rows to compute; None for all.
+        """
+        assert self.position_base is not None
+        context = DecoderContext(
+            lengths=self.kv_cache.seq_lens,
+            position_base=self.position_base,
+            max_position=self.tensors.last_position,
+            padding=self.tensors.padding,
+            caches=caches,
+            states=() if self.states is None else self.states.of_layers(),
+        )
+        if rows is None:
+            return context
+        return replace(
+            context,
+            lengths=[context.lengths[row] for row in rows],
+            position_base=[context.position_base[row] for row in rows],
+            padding=None if context.padding is None else context.padding[rows],
+            cache_rows=rows,
+        )
+
+    def inputs(
+        self, tree: DraftTree, caches: Sequence[Tensor | None], rows: Sequence[int] | None = None
+    ) -> DecoderInputs:
+        """A forward over the nodes of a sanitized tree; see `context`."""
+        assert tree.depths is not None and tree.ancestor_mask is not None
+        nodes = tree.tokens, tree.depths, tree.ancestor_mask
+        tokens, depths, ancestors = nodes if rows is None else (part[rows] for part in nodes)
+        for token in self.padded_ids:
+            tokens = tokens.masked_fill(tokens == token, self.adapter.text_config.pad_token_id)
+        context = vars(self.context(caches, rows))
+        return DecoderInputs(tokens=tokens, depths=depths, ancestor_mask=ancestors, **context)
 
 
 @dataclass(frozen=True)
@@ -88,7 +161,7 @@ class CForwards:
         if len(found) > 1:
             logits = torch.cat([one for one, _ in found])
             states = {index: torch.cat([part[index] for _, part in found]) for index in states}
-        logits = self.parts.finish_logits(logits)
+        logits = self.parts.shared.scale_logits(logits)
         if len(rows) == batch:
             return logits, states
         return _spread(logits, rows, batch), {index: _spread(one, rows, batch) for index, one in states.items()}
@@ -108,7 +181,7 @@ class CForwards:
         if caches is None:
             return None
         batch, rows = len(request.unread), [row for row, ids in enumerate(request.unread) if ids]
-        scale, softcap = self.parts.logit_scale, self.parts.logit_softcap or 0.0
+        scale, softcap = self.parts.shared.logit_scale, self.parts.shared.logit_softcap or 0.0
         if len(rows) == batch:
             return self.decoder.chain(self.call.context(caches), request, scale, softcap)
         found = self.decoder.chain(self.call.context(caches, rows), request.rows(rows), scale, softcap)
@@ -140,25 +213,3 @@ def _spread(computed: Tensor, rows: Sequence[int], batch: int) -> Tensor:
     spread = computed.new_zeros(batch, *computed.shape[1:])
     spread[rows] = computed
     return spread
-
-
-def c_forwards(kernel: CKernel, call: NodeCall, runs_user_code: bool) -> CForwards | None:
-    """The forwards in C of a call; None if the model or the call is not for them.
-
-    Args:
-        kernel: the C kernel.
-        call: the call, after its prefill.
-        runs_user_code: user code runs during the call.
-    """
-    has_more_inputs = any(value is not None and name not in IGNORED_INPUTS for name, value in call.template.items())
-    if has_more_inputs or call.position_base is None:
-        return None
-    parts = verified_parts(kernel, call)
-    if parts is None:
-        return None
-    try:
-        copies = None if runs_user_code else WEIGHT_COPIES
-        decoder = CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries, copies)
-    except ValueError:  # weights of other types, devices or shapes
-        return None
-    return CForwards(decoder, parts, call, runs_user_code)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmspec.cpu.angles import RotaryFn
 from mmspec.cpu.decoder_types import DecoderEnds
 from mmspec.cpu.layers import DecoderShape, LayerWeights
+from mmspec.interfaces import SharedEmbeddings
 from mmspec.targets.base import RECURRENT_LAYER_TYPES, ModelAdapter
 from mmspec.targets.c_layers import (
     activations_of,
@@ -53,24 +54,14 @@ class DecoderParts:
         layers: weights of the layers.
         ends: what is around them.
         rotaries: rotary angles of each layer; None for those without positions.
-        logit_scale: factor of the logits.
-        logit_softcap: their limit by tanh; None for none.
+        shared: the model's embeddings, with what it applies to the products of its LM head.
     """
 
     shape: DecoderShape
     layers: list[LayerWeights]
     ends: DecoderEnds
     rotaries: list[RotaryFn | None]
-    logit_scale: float
-    logit_softcap: float | None
-
-    def finish_logits(self, logits: Tensor) -> Tensor:
-        """The model's logits from those of the LM head, by the operations of transformers."""
-        if self.logit_scale != 1:
-            logits = logits * self.logit_scale
-        if self.logit_softcap is None:
-            return logits
-        return torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+    shared: SharedEmbeddings
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
         own: list[RotaryFn | None] = [
             rotary if one.sizes_of(index)[2] else None for index, rotary in enumerate(rotaries)
         ]
-        yield DecoderParts(one, weights, ends, own, shared.logit_scale, shared.logit_softcap)
+        yield DecoderParts(one, weights, ends, own, shared)
 
 
 def _per_layer_inputs(

@@ -118,14 +118,18 @@ def is_model(drafter: object) -> bool:
     return isinstance(drafter, PreTrainedModel)
 
 
+def config_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `config.json` of a folder says; nothing where it cannot be read, which whoever loads the folder reports."""
+    try:
+        config = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
 def is_model_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a model of transformers that generates text, and not a draft head."""
-    file = Path(folder) / CONFIG_FILE
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # whoever loads the folder reports it
-        return False
-    names = config.get("architectures") if isinstance(config, dict) else None
+    names = config_of(folder).get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if not name.endswith(MODEL_SUFFIXES) or not hasattr(transformers, name):
         return False

@@ -35,8 +35,8 @@ from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import VerifyResult
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.c_check import NodeCall
-from mmspec.targets.c_forwards import CForwards, c_forwards
+from mmspec.targets.c_check import find_c_forwards
+from mmspec.targets.c_forwards import CForwards, NodeCall
 from mmspec.targets.forward import CallTensors, NodeForward, run_forward, unsupported_length
 from mmspec.targets.lanes import Lane
 from mmspec.targets.model_state import model_revision
@@ -202,8 +202,8 @@ class HFTarget:
         return logits[:, -1], dict(zip(hidden_state_indices, states, strict=True))
 
     def use_c(self, kernel: CKernel, unknown_code: str | None) -> None:
-        """After the prefill: let `score` run in C, if `c_forwards` finds the model and the call fit, and no code is
-        unknown (`CallPlan.unknown_code`)."""
+        """After the prefill: let `score` run in C, if `find_c_forwards` says so and no code is unknown
+        (`CallPlan.unknown_code`)."""
         if self._lane is not None or unknown_code is not None:
             return
         media = torch.tensor(self.adapter.media_token_ids, device=self.input_ids.device)
@@ -218,7 +218,7 @@ class HFTarget:
             self.states,
         )
         with self._mode():
-            self.c_forwards = c_forwards(kernel, call, self._runs_user_code)
+            self.c_forwards = find_c_forwards(kernel, call, self._runs_user_code)
         self.skips_rows = self.c_forwards is not None
 
     @property
