@@ -361,7 +361,7 @@ def test_heads_learn(target: FakeTarget, kind: str, tmp_path: Path) -> None:
 
 
 def test_glancing_replaces_a_decreasing_first_part_of_blocks(target: FakeTarget) -> None:
-    from mmspec.drafters.heads.falcon import loss as training_blocks
+    from mmspec.drafters.heads.falcon import head as training_blocks
 
     head, batch = new_head("falcon3"), build_train_batch(target)
     data = build_inputs_and_labels(
