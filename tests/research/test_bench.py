@@ -47,20 +47,9 @@ ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_m
 
 
 def test_bench_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
-    args = [
-        "--model",
-        "tiny",
-        "--drafters",
-        "none,lookup",
-        "--batch-sizes",
-        "1,2",
-        "--new-tokens",
-        "6",
-        "--repeats",
-        "2",
-    ]
+    args = ["--model", "tiny", "--drafters", "none,lookup", "--batch-sizes", "1,2", "--new-tokens", "6"]
     files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
-    assert main([*args, *files, "--prompt-tokens", "50"]) == 0
+    assert main([*args, *files, "--repeats", "2", "--prompt-tokens", "50"]) == 0
     rows = json.loads((tmp_path / "b.json").read_text())
     assert [(row["drafter"], row["batch"]) for row in rows] == [
         (name, batch) for batch in (1, 2) for name in ("hf", "hf-again", "none", "lookup")

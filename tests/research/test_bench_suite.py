@@ -58,18 +58,7 @@ def test_a_folder_from_the_command_line(
     assert overall["none", 1]["tau"] == 1.0 and overall["hf", 1]["speedup_decode"] == 1.0
     assert result["run"]["date"] and result["run"]["processor"] and len(result["read_weights"]) == 2
 
-    again = [
-        "--suite",
-        "mmspec",
-        "--data",
-        str(folder),
-        "--new-tokens",
-        "3",
-        "--drafters",
-        "none",
-        "--categories",
-        "chart",
-    ]
+    again = f"--suite mmspec --data {folder} --new-tokens 3 --drafters none --categories chart".split()
     assert main(["--model", "tiny", *again, "--against", str(report / "results.json")]) == 1  # nothing to run
     assert main(["--model", "tiny", *again, "--against", str(folder / "mmspec.jsonl")]) == 2
     assert "--against names the JSON" in capsys.readouterr().err

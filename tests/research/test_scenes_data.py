@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,11 @@ from research.scenes.patch_labels import (
 pytestmark = pytest.mark.research
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(generate_corpus(400))
+
+
 def test_patch_labels_agree_with_the_scene() -> None:
     for seed in range(40):
         scene = generate_scene(seed)
@@ -84,8 +90,7 @@ def test_patch_labels_agree_with_the_scene() -> None:
     assert (render_with_labels(generate_clip(5).frames[0])[1].kind != IGNORE_INDEX).any()
 
 
-def test_collated_chat_samples() -> None:
-    tokenizer = train_tokenizer(generate_corpus(300))
+def test_collated_chat_samples(tokenizer: Any) -> None:
     samples = [ChatDataset(tokenizer, 0, 60)[number] for number in range(24)]
     batch = collate_chats(samples)
     assert (
@@ -109,11 +114,10 @@ def test_collated_chat_samples() -> None:
 
 
 @torch.no_grad()
-def test_independent_turns_equal_separate_conversations() -> None:
+def test_independent_turns_equal_separate_conversations(tokenizer: Any) -> None:
     """Hidden states of a stock text model: masked turns after shared images, against one row per turn."""
     from transformers import LlamaConfig, LlamaModel
 
-    tokenizer = train_tokenizer(generate_corpus(300))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = LlamaModel(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
     for num_images in (1, 4):
@@ -141,8 +145,7 @@ def test_the_mask_of_a_conversation_is_causal() -> None:
     assert build_turn_position_ids(turns).tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 2]]
 
 
-def test_capitals_are_single_character_tokens() -> None:
-    tokenizer = train_tokenizer(generate_corpus(300))
+def test_capitals_are_single_character_tokens(tokenizer: Any) -> None:
     for word in ("HOTEL", "ZOO", "407", "XQZ"):
         assert len(tokenizer(f" {word}.", add_special_tokens=False).input_ids) >= len(word)
 
@@ -160,8 +163,7 @@ def test_half_of_the_training_scenes_are_full() -> None:
     assert min(others) == 1
 
 
-def test_scenes_of_a_balanced_stage_follow_the_world() -> None:
-    tokenizer = train_tokenizer(generate_corpus(200))
+def test_scenes_of_a_balanced_stage_follow_the_world(tokenizer: Any) -> None:
     for number in range(12):
         scene = generate_scene(number)
         sample = ChatDataset(tokenizer, 0, 12, clip_share=0.0, prefer_full=False)[number]
@@ -174,8 +176,7 @@ def test_scenes_of_a_balanced_stage_follow_the_world() -> None:
     assert sum(count < 4 for count in num_things) >= 12
 
 
-def test_most_training_clips_hold_several_things() -> None:
-    tokenizer = train_tokenizer(generate_corpus(200))
+def test_most_training_clips_hold_several_things(tokenizer: Any) -> None:
     data = ChatDataset(tokenizer, 0, 60, clip_share=1.0)
     has_others = [max(int(part.total[0]) for part in data[number].patches) > 1 for number in range(40)]
     assert sum(has_others) >= 24
@@ -183,8 +184,7 @@ def test_most_training_clips_hold_several_things() -> None:
     assert generate_clip(7, 4) == generate_clip(7, 4, None)
 
 
-def test_about_labels_of_scenes() -> None:
-    tokenizer = train_tokenizer(generate_corpus(400))
+def test_about_labels_of_scenes(tokenizer: Any) -> None:
     data, checked = ChatDataset(tokenizer, 0, 60, clip_share=0.0), Counter[str]()
     for number in range(24):
         seed, sample = number, data[number]
@@ -208,8 +208,7 @@ def test_about_labels_of_scenes() -> None:
     assert {"place", "absent", "two", "three", "all"} <= set(checked)
 
 
-def test_about_labels_of_clips() -> None:
-    tokenizer = train_tokenizer(generate_corpus(400))
+def test_about_labels_of_clips(tokenizer: Any) -> None:
     data, checked = ChatDataset(tokenizer, 0, 60, clip_share=1.0), Counter[str]()
     for number in range(16):
         sample = data[number]
@@ -223,8 +222,7 @@ def test_about_labels_of_clips() -> None:
     assert set(checked) == {"moves", "appears", "leaves"}
 
 
-def test_action_labels_of_clips() -> None:
-    tokenizer = train_tokenizer(generate_corpus(200))
+def test_action_labels_of_clips(tokenizer: Any) -> None:
     hero_labels: dict[str, set[str]] = {}
     for number in range(60):
         clip = generate_clip(number, 4)
@@ -248,8 +246,7 @@ def test_action_labels_of_clips() -> None:
     assert any((part.action != IGNORE_INDEX).any() for part in sample.patches[1:])
 
 
-def test_signs_are_more_frequent_in_training_than_in_the_world() -> None:
-    tokenizer = train_tokenizer(generate_corpus(200))
+def test_signs_are_more_frequent_in_training_than_in_the_world(tokenizer: Any) -> None:
     data = ChatDataset(tokenizer, 0, 400, clip_share=0.0)
     signs = sum(bool((data[n].patches[0].kind == SIGN_CLASS).any()) for n in range(0, 160, 4))
     assert signs > 40 * 0.4

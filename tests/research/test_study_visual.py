@@ -78,18 +78,7 @@ def test_the_plan_of_runs() -> None:
 def test_the_study_from_the_command_line(folder: Path, tmp_path: Path, capsys: Any) -> None:
     files = [f"--{kind}={tmp_path / name}" for kind, name in (("json", "v.json"), ("plot", "v.png"))]
     files += [f"--markdown={tmp_path / 'v.md'}", "--no-progress"]
-    options = [
-        str(folder),
-        f"{folder}+drop",
-        "--model",
-        "tiny",
-        "--compressors",
-        "pool",
-        "--shares",
-        "4",
-        "--count",
-        "2",
-    ]
+    options = f"{folder} {folder}+drop --model tiny --compressors pool --shares 4 --count 2".split()
     assert study_visual.main([*options, "--shapes", "one,clip8", "--max-new-tokens", "8", *files]) == 0
     rows = json.loads((tmp_path / "v.json").read_text())
     assert [row["spec"] for row in rows] == [
