@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         teacher.generate_answers(options.out, batch_size, new_tokens, progress.update, shard)
     wait_for_everyone()
     teacher.read_answers(options.out)
-    init_from_target(trainer, teacher)
+    init_from_target(trainer, teacher, options.draft_vocab)
     with Progress("train", options.steps, "step", show=show) as progress:
         progress.resume(trainer.step)
         is_done = trainer.run(60 * options.minutes, on_step=on_step(trainer, progress))

@@ -125,7 +125,7 @@ class TrainOptions(TableOptions):
         _SET,
         parse=parse_layers,
     )
-    draft_vocab: int | None = _number(None, "size of the draft vocabulary: the N most frequent ids (all)")
+    draft_vocab: int | None = _number(None, "draft vocabulary: the N most frequent ids of the answers (all)")
 
     @property
     def source(self) -> SourceOptions:

@@ -60,7 +60,7 @@ def build_draft_model(options: TrainOptions, name: str, config: Any, teacher: An
         raise UsageError(f"--drafter {name}: {error}") from error
     device = teacher.model.device
     draft_model = DraftModel(head, train_mode(options, recipe, head), method.name, compressor).to(device)
-    if head.config.draft_vocab_size and draft_ids is not None:
+    if draft_ids is not None:
         draft_model.draft_ids = draft_ids.to(device)
     return draft_model
 

@@ -37,16 +37,13 @@ def export(
 ) -> None:
     """Write the head (config.json, model.safetensors) and provenance.json into `folder`."""
     adapter = teacher.adapter
-    draft_ids = draft_model.draft_ids
-    if options.draft_vocab and not draft_model.head.config.draft_vocab_size:
-        draft_ids = teacher.most_common_ids(options.draft_vocab)
     metadata = HeadMetadata(
         draft_model.head.config,
         draft_model.drafting_mode,
         adapter.num_layers,
         adapter.model_type,
         teacher.fingerprint,
-        draft_ids,
+        draft_model.draft_ids,
         facts={"target": target_name(options.target), "visual_mode": draft_model.visual_mode},
         architecture=draft_model.architecture,
         compressor=compressor_state(draft_model.compressor),

@@ -135,20 +135,28 @@ def build_trainer(
     return Trainer(options.out, draft_models, config, embeddings, get_batch, placeholder, settings, distributed)
 
 
-def init_from_target(trainer: Trainer, teacher: Teacher) -> None:
-    """Before training, once the answers are known: draft vocabularies, and what a method starts its heads from."""
-    embeddings = teacher.adapter.shared_embeddings
-    is_new = not trainer.step and "start_from" not in trainer.settings and bool(teacher.answers)
-    for draft_model in trainer.draft_models.values():
-        head, ids = draft_model.head, draft_model.draft_ids
-        size = head.config.draft_vocab_size
-        if size and ids is None:
-            ids = teacher.draft_vocabulary(size).to(teacher.model.device)
-            draft_model.draft_ids = ids if size < head.config.vocab_size else None
-        if is_new:
-            with torch.no_grad():
-                batches = answer_batches(teacher, trainer.config.batch_size)
-                find_method(draft_model.architecture).init_from_target(head, batches, embeddings, ids)
+def init_from_target(trainer: Trainer, teacher: Teacher, draft_vocab: int | None) -> None:
+    """Before training, once the answers are known: draft vocabularies, and what a method starts its heads from.
+
+    Args:
+        trainer, teacher: of the run.
+        draft_vocab: ids that heads without an LM head of their own may draft, at most; None for all.
+    """
+    embeddings, models = teacher.adapter.shared_embeddings, trainer.draft_models.values()
+    for model in models:
+        size = model.head.config.draft_vocab_size
+        if size and model.draft_ids is None:
+            model.draft_ids = teacher.draft_vocabulary(size) if size < model.head.config.vocab_size else None
+        elif draft_vocab and not size:
+            model.draft_ids = teacher.most_common_ids(draft_vocab)
+        if model.draft_ids is not None:
+            model.draft_ids, teacher.finds_next_ids = model.draft_ids.to(teacher.model.device), True
+    if trainer.step or "start_from" in trainer.settings or not teacher.answers:
+        return
+    for model in models:
+        with torch.no_grad():
+            batches = answer_batches(teacher, trainer.config.batch_size)
+            find_method(model.architecture).init_from_target(model.head, batches, embeddings, model.draft_ids)
 
 
 def answer_batches(teacher: Teacher, batch_size: int) -> Iterator[TrainBatch]:

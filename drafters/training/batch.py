@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class TrainBatch:
         grids: of the visual tokens, `start` counted in visual tokens of their row (`prompt_grids`); empty if unknown.
         aux_hidden_states: {index: [B, L, D]} of other layers, for heads that read them (EAGLE-3).
         position_ids: [B, 3, L] int64, the target's on its axes, or None: 0, 1, 2, ... on all of them.
+        next_ids: [B, L] int64, the target's likeliest next token at the response; None where no head needs it, as
+            those with a draft vocabulary do.
     """
 
     input_ids: Tensor
@@ -41,6 +43,7 @@ class TrainBatch:
     grids: tuple[VisualGrid, ...] = field(default=(), kw_only=True)
     aux_hidden_states: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
     position_ids: Tensor | None = field(default=None, kw_only=True)
+    next_ids: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def nbytes(self) -> int:
@@ -74,8 +77,9 @@ class TrainBatch:
         """With all tensors changed."""
         aux = {layer: change(states) for layer, states in self.aux_hidden_states.items()}
         positions = None if self.position_ids is None else change(self.position_ids)
+        next_ids = None if self.next_ids is None else change(self.next_ids)
         tensors = map(change, self.tensors())
-        return TrainBatch(*tensors, grids=self.grids, aux_hidden_states=aux, position_ids=positions)
+        return TrainBatch(*tensors, grids=self.grids, aux_hidden_states=aux, position_ids=positions, next_ids=next_ids)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The required tensors in the order of the fields."""
@@ -92,6 +96,7 @@ class TrainBatch:
                 *(part[row : row + 1, :length].clone() for part in self.tensors()),
                 grids=tuple(replace(grid, row=0) for grid in self.grids if grid.row == row),
                 position_ids=positions,
+                next_ids=None if self.next_ids is None else self.next_ids[row : row + 1, :length].clone(),
                 aux_hidden_states={
                     layer: states[row : row + 1, :length].clone() for layer, states in self.aux_hidden_states.items()
                 },
@@ -104,6 +109,7 @@ class TrainBatch:
         """Batches of one sequence each as one batch, padded with zeros."""
         grids = tuple(replace(grid, row=row) for row, one in enumerate(sequences) for grid in one.grids)
         positions = [one.position_ids.mT for one in sequences if one.position_ids is not None]
+        next_ids = [one.next_ids for one in sequences if one.next_ids is not None]
 
         def pad(parts: Sequence[Tensor]) -> Tensor:
             return pad_sequence([part[0] for part in parts], batch_first=True)
@@ -115,6 +121,7 @@ class TrainBatch:
             grids=grids,
             aux_hidden_states={layer: pad([one.aux_hidden_states[layer] for one in sequences]) for layer in layers},
             position_ids=pad(positions).mT if len(positions) == len(sequences) else None,
+            next_ids=pad(next_ids) if len(next_ids) == len(sequences) else None,
         )
 
 
@@ -137,8 +144,7 @@ class DraftModel(nn.Module):
         visual_mode: a key of `VISUAL_MODES`, or `MIXED`.
         architecture: name of its method (`mmspec.drafters.heads.registry`).
         compressor: reduces the visual tokens of the head's inputs, or None. Its weights, if any, are trained too.
-        draft_ids: [V'] int64, target ids of the head's own vocabulary (`HeadConfig.draft_vocab_size`); None if it has
-            none, or that of the target.
+        draft_ids: [V'] int64, target ids of the draft vocabulary; None for that of the target.
     """
 
     def __init__(self, head: Any, visual_mode: str, architecture: str = "eagle", compressor: Any = None) -> None:
@@ -165,6 +171,7 @@ class HeadInputsAndLabels:
         target_hidden: [B, n, D] label: the target's hidden state at the next position.
         loss_mask: [B, n] bool, True at positions that the loss counts.
         next_ids: [B, n] int64, the next token.
+        is_draftable: [B, n] bool, whether the likeliest token of the label is in the draft vocabulary.
         position_ids: [B, n] int64.
         compressor_loss: scalar that the compressor adds to the loss, or None.
     """
@@ -174,6 +181,7 @@ class HeadInputsAndLabels:
     target_hidden: Tensor
     loss_mask: Tensor
     next_ids: Tensor
+    is_draftable: Tensor
     position_ids: Tensor
     compressor_loss: Tensor | None = None
 
@@ -237,7 +245,13 @@ def build_inputs_and_labels(
     #     loss_mask           no    no    yes   no    no
     loss_mask = is_response.roll(-1, 1) & is_response.roll(-2, 1) & (position_ids < length - 2)
     next_ids = batch.input_ids.roll(-1, 1)
-    labels: tuple[Tensor, ...] = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask, next_ids)
+    is_draftable = torch.ones_like(loss_mask)
+    if draft_model.draft_ids is not None:
+        if batch.next_ids is None:
+            raise ValueError("A draft vocabulary needs the batch's next_ids, the target's likeliest tokens.")
+        is_draftable = torch.isin(batch.next_ids, draft_model.draft_ids).roll(-1, 1)
+    labels: tuple[Tensor, ...] = (inputs.next_embeds, batch.hidden_states.roll(-1, 1))
+    labels += (loss_mask, next_ids, is_draftable)
     if draft_model.compressor is None:
         layer_inputs, selected = VISUAL_MODES[draft_model.drafting_mode](draft_model.head, inputs)
         if selected is None:
@@ -268,6 +282,18 @@ def _align_text(is_text: Tensor, labels: tuple[Tensor, ...], num_positions: int)
     max_text = int(counts.max())
     padding = [part.new_zeros(len(part), num_positions - max_text, *part.shape[2:]) for part in labels]
     return tuple(torch.cat((zeros, part[:, :max_text]), dim=1) for zeros, part in zip(padding, packed, strict=True))
+
+
+class Labels(NamedTuple):
+    """What n positions are to predict.
+
+    Attributes:
+        hidden_states: [n, D] the target's.
+        is_draftable: [n] bool, see `HeadInputsAndLabels`.
+    """
+
+    hidden_states: Tensor
+    is_draftable: Tensor
 
 
 def shift(part: Tensor, distance: int) -> Tensor:
@@ -301,6 +327,11 @@ class PackedQueries:
     def gather(self, part: Tensor) -> Tensor:
         """[B, n, ...] -> [B, m, ...]."""
         return gather_rows(part, self.query_index)
+
+    def labels(self, distance: int, mask: Tensor) -> Labels:
+        """Those `distance` positions further on, of the packed positions in the mask [B, m]."""
+        parts = (self.data.target_hidden, self.data.is_draftable)
+        return Labels(*(self.gather(shift(part, distance))[mask] for part in parts))
 
     def loss_mask_at(self, distance: int) -> Tensor:
         """[B, m] bool, `HeadInputsAndLabels.loss_mask_at` of the packed positions."""

@@ -22,6 +22,7 @@ from mmspec.drafters.heads.base.markov import fit_vocabulary
 from mmspec.drafters.training.batch import (
     DraftModel,
     HeadInputsAndLabels,
+    Labels,
     PackedQueries,
     TrainBatch,
     build_inputs_and_labels,
@@ -100,7 +101,7 @@ class LossInputs:
         return build_inputs_and_labels(self.draft_model, self.batch, self.placeholder, self.progress.rng)
 
     def accumulator(self, data: HeadInputsAndLabels, has_own_lm_head: bool = False) -> LossAccumulator:
-        """An empty sum; `has_own_lm_head`: the head's outputs are read by its own `logits`."""
+        """An empty sum; with `has_own_lm_head` the head's outputs are not compared with hidden states."""
         return LossAccumulator(self, data.compressor_loss, has_own_lm_head)
 
 
@@ -118,13 +119,13 @@ class LossAccumulator:
         Args:
             given: inputs of the loss.
             compressor_loss: what the compressor adds, or None.
-            has_own_lm_head: the head's outputs are read by its own `logits`, and there is no loss on hidden states;
-                else they are read by the target's LM head.
+            has_own_lm_head: the head's outputs are no hidden states of the target: there is no loss on them.
         """
         self.shared_embeddings, self.weights = given.shared_embeddings, given.weights
         self.compressor_loss = compressor_loss
-        self.own_head = given.draft_model.head if has_own_lm_head else None
-        self.draft_ids = given.draft_model.draft_ids if has_own_lm_head else None
+        self.head, self.has_own_lm_head, ids = given.draft_model.head, has_own_lm_head, given.draft_model.draft_ids
+        self.target_rows = None if ids is None else self.shared_embeddings.lm_head_rows(ids)  # [V', D] of its LM head
+        self.head_rows = None if ids is None else self.head.draft_lm_head(self.shared_embeddings, ids)
         self.path_probability: Tensor | None = None  # [B, m] that the draft tokens so far are accepted, for "path"
         self.total: Tensor | float = 0.0
         self.metrics: dict[str, float] = {}
@@ -133,7 +134,7 @@ class LossAccumulator:
         self,
         ttt_step: int,
         hidden_states: Tensor,
-        target_hidden: Tensor,
+        labels: Labels,
         logit_bias: Tensor | None = None,
         mask: Tensor | None = None,
         confidence: Tensor | None = None,
@@ -144,7 +145,8 @@ class LossAccumulator:
         Args:
             ttt_step: of the rollout, or slot of a block, from 0.
             hidden_states: [n, D] outputs of the head.
-            target_hidden: [n, D] the target's hidden states.
+            labels: of the same positions; where the target's likeliest token is not draftable there is no loss on
+                logits (EAGLE-3, appendix).
             logit_bias: [n, V] added to the head's logits, or None; fitted to the rows of the target's LM head.
             mask: [B, m] bool with n positions, the same [B, m] in every step; needed by the loss "path" alone.
             confidence: [n] logit of the acceptance of each position; its cross-entropy is added.
@@ -153,7 +155,7 @@ class LossAccumulator:
         """
         if not len(hidden_states):
             return
-        logits, target_logits, is_draftable = self._logits(hidden_states, target_hidden)
+        logits, target_logits = self._logits(hidden_states, labels.hidden_states)
         logits = logits if logit_bias is None else logits + fit_vocabulary(logit_bias.float(), logits.shape[-1])
         losses, best = DISTRIBUTION_LOSSES[self.weights.loss](logits, target_logits), target_logits.argmax(-1)
         agrees = logits.argmax(-1) == best
@@ -164,10 +166,10 @@ class LossAccumulator:
             agrees = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0] == best
         if self.weights.loss == "path" and mask is not None:
             losses = losses * self._path_weights(logits, target_logits, mask)
-        logits_loss = losses.mean() if is_draftable is None else (losses * is_draftable).mean()
+        logits_loss = (losses * labels.is_draftable).mean()
         loss = self.weights.logits * logits_loss
-        if self.own_head is None:
-            hidden_loss = functional.smooth_l1_loss(hidden_states.float(), target_hidden.float())
+        if not self.has_own_lm_head:
+            hidden_loss = functional.smooth_l1_loss(hidden_states.float(), labels.hidden_states.float())
             loss = loss + self.weights.hidden * hidden_loss
         if confidence is not None:
             acceptance = overlap(logits, target_logits).detach()
@@ -175,28 +177,17 @@ class LossAccumulator:
             loss = loss + self.weights.logits * confidence_loss
             self.metrics[f"confidence{ttt_step}"] = float(confidence_loss.detach())
         self.total = self.total + self.weights.step_decay**ttt_step * loss
-        agrees = agrees if is_draftable is None else agrees & is_draftable
-        self.metrics[f"agree{ttt_step}"] = float(agrees.float().mean())
+        self.metrics[f"agree{ttt_step}"] = float((agrees & labels.is_draftable).float().mean())
         if ttt_step == 0:
             self.metrics["logits_loss"] = float(logits_loss.detach())
-            if self.own_head is None:
+            if not self.has_own_lm_head:
                 self.metrics["hidden_loss"] = float(hidden_loss.detach())
 
-    def _logits(self, hidden_states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits of the head and of the target over the draft vocabulary, float32 [n, V'].
-
-        Also [n] bool, False where the target's argmax is outside of the draft vocabulary (EAGLE-3, appendix); None for
-        the whole vocabulary.
-        """
-        embeddings, head = self.shared_embeddings, self.own_head
-        own = embeddings.logits(hidden_states) if head is None else head.logits(hidden_states, embeddings, None)
-        logits, target_logits = own.float(), embeddings.logits(target_hidden).float().detach()
-        if head is None:
-            return logits, target_logits, None
-        if self.draft_ids is None:
-            return logits, target_logits[..., : logits.shape[-1]], None
-        is_draftable = torch.isin(target_logits.argmax(-1), self.draft_ids)
-        return logits, target_logits[..., self.draft_ids], is_draftable
+    def _logits(self, hidden_states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the head and of the target over the draft vocabulary, float32 [n, V']."""
+        logits = self.head.logits(hidden_states, self.shared_embeddings, self.head_rows).float()
+        target_logits = self.shared_embeddings.logits(target_hidden, self.target_rows).float().detach()
+        return logits, target_logits[..., : logits.shape[-1]]
 
     def _path_weights(self, logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
         """[n] probability that all draft tokens before are accepted; multiplies it by that of this step."""
@@ -285,7 +276,7 @@ def rollout_loss(given: LossInputs, cache: RolloutCache, has_own_lm_head: bool =
     for ttt_step in range(given.weights.ttt_steps):
         outputs = cache.forward(inputs, ttt_step)
         mask = packed.loss_mask_at(ttt_step)
-        loss.add(ttt_step, outputs[mask], packed.gather(shift(data.target_hidden, ttt_step))[mask], mask=mask)
+        loss.add(ttt_step, outputs[mask], packed.labels(ttt_step, mask), mask=mask)
         if ttt_step + 1 < given.weights.ttt_steps:
             inputs = head.fuse(packed.gather(shift(data.next_embeds, ttt_step + 1)), head.carried(outputs))
     return loss.result()

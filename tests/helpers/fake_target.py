@@ -215,6 +215,7 @@ def build_train_batch(target: FakeTarget, seed: int = 0, length: int = 14) -> Tr
         answer,
         target.merge_embeddings(visual)[:, :length],
         target.hidden_states[:, :length],
+        next_ids=target.shared_embeddings.logits(target.hidden_states[:, :length]).argmax(-1),
     )
 
 

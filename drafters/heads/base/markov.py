@@ -41,10 +41,15 @@ class MarkovHead(nn.Module):
         """[..., R] projected features and [..., D] embeddings of the tokens before them -> [..., R]."""
         return functional.silu(features + self.token_proj(self.token_norm(inputs_embeds)))
 
-    def forward(self, features: Tensor, inputs_embeds: Tensor) -> Tensor:
-        """[..., D] features and [..., D] embeddings of the tokens before them -> [..., V] added to the logits."""
-        logits: Tensor = self.vocab_proj(self.mix(self.project_features(features), inputs_embeds))
-        return logits
+    def forward(self, features: Tensor, inputs_embeds: Tensor, ids: Tensor | None = None) -> Tensor:
+        """[..., D] features and [..., D] embeddings of the tokens before them -> [..., V'] added to the logits of `ids`
+        [V'], of all V if None."""
+        return project_vocabulary(self.vocab_proj, self.mix(self.project_features(features), inputs_embeds), ids)
+
+
+def project_vocabulary(vocab_proj: nn.Linear, features: Tensor, ids: Tensor | None) -> Tensor:
+    """[..., R] -> [..., V'] by the rows of `ids`, all if None."""
+    return functional.linear(features, vocab_proj.weight if ids is None else vocab_proj.weight[ids])
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:

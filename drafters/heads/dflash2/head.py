@@ -193,6 +193,7 @@ def dflash2_loss(given: LossInputs) -> LossAndMetrics:
     """
     head, blocks = given.draft_model.head, BlockBatch.sample(given)
     selector, vocab_size, data = head.selector, head.config.vocab_size, blocks.packed.data
+    draft_ids = given.draft_model.draft_ids
     loss = given.accumulator(data, has_own_lm_head=True)
     for slot, mask, outputs, labels in blocks.slots():
         gates, tokens = selector.hidden_projection(outputs), blocks.at(data.next_ids, slot, mask)
@@ -200,7 +201,8 @@ def dflash2_loss(given: LossInputs) -> LossAndMetrics:
 
         def choose(logits: Tensor, gates: Tensor = gates, before: Tensor = before) -> tuple[Tensor, Tensor]:
             scores, candidates = selector.candidates(logits[:, :vocab_size])
-            return candidates, scores + selector(gates, before, candidates)[:, 0].float()
+            ids = candidates if draft_ids is None else draft_ids[candidates]
+            return candidates, scores + selector(gates, before, ids)[:, 0].float()
 
         loss.add(slot, outputs, labels, mask=mask, choose=choose)
     return loss.result()

@@ -13,8 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mmspec.drafters.heads.base.markov import project_vocabulary
 from mmspec.drafters.heads.dspark.head import DsparkHead
-from mmspec.drafters.training.batch import HeadInputsAndLabels, PackedQueries, shift
+from mmspec.drafters.training.batch import HeadInputsAndLabels, Labels, PackedQueries, shift
 from mmspec.drafters.training.losses import LossAndMetrics, LossInputs
 
 MAX_ANCHORS = 48
@@ -40,11 +41,11 @@ class BlockBatch:
         packed = PackedQueries(data, _sample_anchors(data.loss_mask, given.progress.rng))
         return cls(packed, _block_features(given.draft_model.head, data, packed))
 
-    def slots(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Slot, mask [B, m] of the anchors that have its label, and there the features and labels [n, D]."""
+    def slots(self) -> Iterator[tuple[int, Tensor, Tensor, Labels]]:
+        """Slot, mask [B, m] of the anchors that have its label, and there the features [n, D] and labels."""
         for slot in range(self.features.shape[2]):
             mask = self.packed.loss_mask_at(slot)
-            yield slot, mask, self.features[:, :, slot][mask], self.at(self.packed.data.target_hidden, slot, mask)
+            yield slot, mask, self.features[:, :, slot][mask], self.packed.labels(slot, mask)
 
     def at(self, part: Tensor, slot: int, mask: Tensor) -> Tensor:
         """[n, ...] of parts [B, L, ...] of the batch: `slot` positions behind the anchors of the mask."""
@@ -54,13 +55,13 @@ class BlockBatch:
 def dspark_loss(given: LossInputs) -> LossAndMetrics:
     """Results as those of `eagle_loss`; `ttt_steps` is not used. Adds the loss of the confidence head."""
     head, blocks = given.draft_model.head, BlockBatch.sample(given)
-    data = blocks.packed.data
+    data, ids = blocks.packed.data, None if head.lm_head is not None else given.draft_model.draft_ids
     loss = given.accumulator(data, head.lm_head is not None)
     for slot, mask, outputs, labels in blocks.slots():
         bias, confidence = None, None
         if head.bigram_head is not None:
             token_features = head.bigram_head.project(blocks.at(data.next_embeds, slot, mask))
-            bias = head.bigram_head.vocab_proj(token_features.to(outputs.dtype))
+            bias = project_vocabulary(head.bigram_head.vocab_proj, token_features.to(outputs.dtype), ids)
             if head.confidence_head is not None:
                 confidence = head.confidence(outputs, token_features.to(outputs.dtype))
         loss.add(slot, outputs, labels, bias, mask=mask, confidence=confidence)

@@ -194,7 +194,7 @@ def falcon_loss(given: LossInputs) -> LossAndMetrics:
         for slot in range(k):
             distance = k - 1 + ttt_step * k
             mask = data.loss_mask_at(distance) & ~glanced & (offset % k == slot)
-            loss.add(slot + ttt_step * k, outputs[mask], shift(data.target_hidden, distance)[mask])
+            loss.add(slot + ttt_step * k, outputs[mask], cache.packed.labels(distance, mask))
         inputs = head.fuse(shift(data.next_embeds, (ttt_step + 1) * k), outputs)
     return loss.result()
 

@@ -104,6 +104,6 @@ def flash_loss(given: LossInputs) -> LossAndMetrics:
         outputs = features[:, :, slot][mask]
         if slot and head.markov_head is not None:
             embeds = packed.gather(shift(data.next_embeds, slot))[mask]
-            logit_bias = head.markov_head(outputs, embeds.to(outputs.dtype))
-        loss.add(slot, outputs, packed.gather(shift(data.target_hidden, slot))[mask], logit_bias, mask=mask)
+            logit_bias = head.markov_head(outputs, embeds.to(outputs.dtype), given.draft_model.draft_ids)
+        loss.add(slot, outputs, packed.labels(slot, mask), logit_bias, mask=mask)
     return loss.result()

@@ -227,11 +227,14 @@ def lilicorr_loss(given: LossInputs) -> LossAndMetrics:
     """
     head, blocks = given.draft_model.head, BlockBatch.sample(given)
     config, packed, data = head.config, blocks.packed, blocks.packed.data
+    draft_ids = given.draft_model.draft_ids
     features, context = blocks.features.flatten(0, 1), packed.gather(data.inputs).flatten(0, 1)  # [n, k, D], [n, D]
     with torch.no_grad():
-        logits = head.logits(features, given.shared_embeddings, None)[..., : config.vocab_size].float()
+        rows = None if draft_ids is None else head.draft_lm_head(given.shared_embeddings, draft_ids)
+        logits = head.logits(features, given.shared_embeddings, rows)[..., : config.vocab_size].float()
         log_probs, candidates = logits.log_softmax(-1).topk(min(config.candidate_topk, logits.shape[-1]))
-        embeds = given.shared_embeddings.embed(candidates).to(features.dtype)
+        ids = candidates if draft_ids is None else draft_ids[candidates]
+        embeds = given.shared_embeddings.embed(ids).to(features.dtype)
     parts: Any = head.lattice(embeds, log_probs, features, context)
     first, behind, before = (part.float() for part in parts)
     loss = given.accumulator(data, has_own_lm_head=True)
@@ -239,7 +242,7 @@ def lilicorr_loss(given: LossInputs) -> LossAndMetrics:
         vectors = first
         if slot:
             tokens = packed.gather(shift(data.next_ids, slot)).flatten()
-            vectors = ((candidates[:, slot - 1] == tokens[:, None]).float()[:, None] @ behind[:, slot - 1])[:, 0]
+            vectors = ((ids[:, slot - 1] == tokens[:, None]).float()[:, None] @ behind[:, slot - 1])[:, 0]
         scores = config.logit_scale * (before[:, slot] @ vectors[..., None])[..., 0]
         chosen = candidates[:, slot][mask.flatten()], scores[mask.flatten()]
 

@@ -152,7 +152,7 @@ def parallel_loss(given: LossInputs) -> LossAndMetrics:
             embeds = packed.gather(shift(data.next_embeds, slot))
             outputs = head.token_correction(outputs, embeds.to(outputs.dtype))
         mask = packed.loss_mask_at(slot)
-        loss.add(slot, outputs[mask], packed.gather(shift(data.target_hidden, slot))[mask], mask=mask)
+        loss.add(slot, outputs[mask], packed.labels(slot, mask), mask=mask)
         if slot + 1 < head.config.block_size:
             inputs = head.mask_embeddings[slot].to(data.inputs.dtype).expand_as(outputs)
     return loss.result()

@@ -33,7 +33,7 @@ from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 from mmspec.drafters.heads.dspark.loss import dspark_loss
-from mmspec.drafters.training.batch import DraftModel
+from mmspec.drafters.training.batch import DraftModel, Labels
 from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights
 
 CONFIG = DsparkConfig.of(
@@ -180,8 +180,8 @@ def test_training_features_are_those_of_drafting(
     head, batch = new_head(mixture), build_layers_batch(target)
     recorded: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
 
-    def record(self: LossAccumulator, part: int, out: Tensor, label: Tensor, bias: Tensor, **kwargs: Tensor) -> None:
-        recorded.append((part, out, label, bias, kwargs["confidence"]))
+    def record(self: LossAccumulator, part: int, out: Tensor, labels: Labels, bias: Tensor, **kwargs: Tensor) -> None:
+        recorded.append((part, out, labels.hidden_states, bias, kwargs["confidence"]))
 
     monkeypatch.setattr(LossAccumulator, "add", record)
     monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))

@@ -1,20 +1,24 @@
-"""Files of a training run after failures, and data-parallel training."""
+"""Files of a training run after failures, data-parallel training, and losses over a draft vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from fake_target import HEAD_CONFIG, LAYERS, NUM_LAYERS, FakeTarget, build_layers_batch
 from spies import spy_on
 from torch import Tensor, nn
 
+from mmspec.app.train.heads import init_head
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
+from mmspec.drafters.heads.registry import TrainSizes, recipes
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.losses import LossWeights
+from mmspec.drafters.training.losses import LossInputs, LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, Trainer
 from mmspec.interfaces import SharedEmbeddings
 
@@ -105,3 +109,32 @@ def test_autocast_only_on_devices_with_bfloat16(native: bool, tmp_path: Path, mo
     found = spy_on(monkeypatch, torch.nn.functional, "linear", lambda result, *_: result.dtype == torch.bfloat16)
     assert build_trainer(tmp_path).run(60)
     assert set(found) == {native}
+
+
+@pytest.mark.parametrize("name", [name for name, (method, _) in recipes().items() if not method.is_of_target])
+def test_losses_over_a_draft_vocabulary_are_those_without_the_other_ids(name: str, target: FakeTarget) -> None:
+    """Of every head: the same loss and gradients as over all ids where the others have no probability."""
+    method, recipe = recipes()[name]
+    ids, others = torch.arange(0, 40, 2), torch.arange(1, 40, 2)
+    batch = replace(build_layers_batch(target), next_ids=torch.full((2, 14), 4))  # draftable everywhere
+
+    def loss_and_gradients(draft_ids: Tensor | None, embeddings: SharedEmbeddings) -> list[Tensor]:
+        size = None if draft_ids is None else len(draft_ids)
+        layers = LAYERS if method.reads_layers else None
+        config = method.train_config(HEAD_CONFIG, recipe, TrainSizes(NUM_LAYERS, layers=layers, draft_vocab=size))
+        if config.draft_vocab_size:
+            pytest.skip("it has an LM head of its own")
+        model = DraftModel(init_head(config, 0, method), "text_only", method.name)
+        for weight in model.parameters():
+            weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        model.draft_ids = draft_ids
+        loss, _ = method.loss()(LossInputs(model, batch, embeddings, torch.zeros(32), LossWeights(logits=1.0)))
+        loss.backward()
+        return [loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+    lm_head = nn.Linear(32, 40)
+    lm_head.weight.data, lm_head.bias.data = target.shared_embeddings.lm_head.weight.data, torch.zeros(40)
+    lm_head.bias.data[others] = -1e4
+    without = loss_and_gradients(None, replace(target.shared_embeddings, lm_head=lm_head))
+    for found, expected in zip(loss_and_gradients(ids, target.shared_embeddings), without, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-5)
