@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,23 @@ def test_torch_computes_what_the_kernel_does_not(
     layer.bfloat16()
     with torch.no_grad(), use_fast_linears(autotuner, [layer]):
         assert torch.equal(layer(rows), functional.linear(rows, layer.weight, layer.bias)) and not products
+
+
+def test_torch_gets_rows_that_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tokens of several prompts do not: torch would compute them 90 times slower."""
+    choose(monkeypatch, False)
+    seen = list[bool]()
+    monkeypatch.setattr(
+        narrow_linear,
+        "functional",
+        SimpleNamespace(linear=lambda rows, *of: seen.append(rows.is_contiguous()) or functional.linear(rows, *of)),
+    )
+    layer, prompts = make_layer(torch.bfloat16), make_rows(12, torch.bfloat16).view(3, 4, -1)
+    with torch.inference_mode(), use_fast_linears(LinearAutotuner(), [layer]):
+        assert torch.equal(
+            layer(prompts[:, -1:]), functional.linear(prompts[:, -1:].contiguous(), layer.weight, layer.bias)
+        )
+    assert seen and all(seen)
 
 
 @pytest.mark.parametrize("slow", ["torch", "kernel", "torch emulates"])

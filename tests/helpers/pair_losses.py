@@ -29,7 +29,9 @@ def scores_beside_drafts(
         patch.setattr(
             LossAccumulator,
             "add",
-            lambda self, slot, outputs, labels, mask, choose: recorded.append((slot, outputs, labels, choose)),
+            lambda self, slot, outputs, labels, mask, choose: recorded.append(
+                (slot, outputs, labels.hidden_states, choose)
+            ),
         )
         patch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
         loss_of(LossInputs(DraftModel(head, "coupled", name), batch, target.shared_embeddings, torch.zeros(32)))

@@ -41,7 +41,7 @@ from mmspec.drafters.heads.flash.head import FlashConfig, FlashDrafter, FlashHea
 from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelDrafter, ParallelHead
 from mmspec.drafters.heads.registry import find_method, methods
 from mmspec.drafters.rerank import LEVEL_PENALTY, select_nodes
-from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
+from mmspec.drafters.training.batch import DraftModel, Labels, build_inputs_and_labels
 from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 from mmspec.engine.tree import root_only
 
@@ -318,9 +318,11 @@ def test_training_features_are_those_of_drafting(
     from mmspec.drafters.training.losses import LossAccumulator
 
     def record(
-        self: LossAccumulator, part: int, out: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None, **_: Any
+        self: LossAccumulator, part: int, out: Tensor, labels: Labels, logit_bias: Tensor | None = None, **_: Any
     ) -> None:
-        recorded.append((part, out, target_hidden, torch.zeros(len(out), 1) if logit_bias is None else logit_bias))
+        recorded.append(
+            (part, out, labels.hidden_states, torch.zeros(len(out), 1) if logit_bias is None else logit_bias)
+        )
 
     monkeypatch.setattr(LossAccumulator, "add", record)
     model = DraftModel(head, visual_mode)

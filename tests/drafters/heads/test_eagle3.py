@@ -203,7 +203,17 @@ def write_images(folder: Path, count: int) -> Path:
 def test_train_and_draft(tmp_path: Path, capsys: Any) -> None:
     data = write_images(tmp_path / "data", 10)
     args = ["train", "--target", "tiny", "--data", str(data), "--steps", "4", "--batch-size", "2", "--evaluate", "1"]
-    args += ["--max-new-tokens", "8", "--drafter", "eagle3", "--loss", "lk", "--set", "draft_vocab=60", "layers=0,1,2"]
+    args += [
+        "--max-new-tokens",
+        "8",
+        "--drafter",
+        "eagle3,flash",
+        "--loss",
+        "lk",
+        "--set",
+        "draft_vocab=60",
+        "layers=0,1,2",
+    ]
     args += ["--out", str(tmp_path / "run")]
     assert main(args) == 0
     assert "tau by visual mode: coupled 1." in capsys.readouterr().out
@@ -230,3 +240,17 @@ def test_train_and_draft(tmp_path: Path, capsys: Any) -> None:
     assert "--set layers must be a whole number of 0 or more" in capsys.readouterr().err
     assert main([*args[:-1], str(tmp_path / "no"), "--drafter", "msd", "--set", "layers=0,1,2"]) == 2
     assert "--set layers is for heads that read several hidden states" in capsys.readouterr().err
+    flash = [
+        *args[: args.index("--drafter")],
+        "--drafter",
+        "flash",
+        "--set",
+        "draft_vocab=60",
+        "--out",
+        str(tmp_path / "flash"),
+    ]
+    assert main(flash) == 0
+    metadata = load_head(tmp_path / "flash" / "flash")[1]
+    answers = [json.loads(line)["ids"] for line in (tmp_path / "flash" / "answers.jsonl").read_text().splitlines()]
+    assert metadata.draft_ids is not None
+    assert set(metadata.draft_ids.tolist()) >= {token for ids in answers for token in ids}, "fewer than 60"
