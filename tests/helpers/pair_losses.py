@@ -39,7 +39,7 @@ def scores_beside_drafts(
     for anchor in range(7, 12):
         state = begin_decoding(target, drafter, build_layers_prompt(target, anchor, (0, 0)))
         state.logit_bias = state.logit_bias if bans_ids else torch.zeros(40)
-        expanders[anchor] = drafter.expander(state)
+        expanders[anchor] = drafter.expander(state, 3)
     places = {tuple(batch.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     for slot, outputs, labels, choose in recorded:
         candidates, scores = choose(head.logits(outputs, target.shared_embeddings, None))
