@@ -46,6 +46,7 @@ class DraftRule:
 
     def request(self, unread: Sequence[Sequence[int]], max_nodes: int, **values: Any) -> ChainRequest:
         """The draft for C, of what each row has not read; `values` are further fields."""
+        further: dict[str, Any] = {"min_prob": 0.0, "stop_ids": (), **values}
         return ChainRequest(
             unread=unread,
             length=self.length,
@@ -55,7 +56,7 @@ class DraftRule:
             log_noise=self.log_noise,
             temperature=1.0 if self.log_noise is None else float(self.prompt.temperature),
             level_penalty=LEVEL_PENALTY,
-            **{"min_prob": 0.0, "stop_ids": (), **values},
+            **further,
         )
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -19,7 +17,7 @@ from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.vocabulary import FrequentIds
-from mmspec.forks import new_lock
+from mmspec.forks import Locked
 from mmspec.interfaces import Prompt, VerifyResult
 
 logger = logging.getLogger("mmspec")
@@ -28,8 +26,7 @@ MIN_ACCEPTANCE, MIN_DRAFTS = 0.3, 100
 """Below this share of accepted first tokens after so many drafts, one warning."""
 
 
-@dataclass
-class FirstTokens:
+class FirstTokens(Locked):
     """How many first tokens of the drafts were accepted.
 
     Attributes:
@@ -38,13 +35,10 @@ class FirstTokens:
         is_reported: whether a warning was given.
     """
 
-    drafted: int = 0
-    accepted: int = 0
-    is_reported: bool = False
-    lock: threading.Lock = field(default_factory=new_lock, repr=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FirstTokens:
-        return FirstTokens(self.drafted, self.accepted, self.is_reported)
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafted = self.accepted = 0
+        self.is_reported = False
 
     def add(self, num_accepted: list[int]) -> float | None:
         """Count the rows of a round. Returns the acceptance, once, when it is known to be low."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.ngrams import CNgrams
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
-from mmspec.forks import new_lock
+from mmspec.forks import Locked
 from mmspec.interfaces import VerifyResult
 
 MAX_CONTEXT = 3
@@ -36,12 +35,12 @@ _KEYS: tuple[Key, ...] = tuple(("output", bucket) for bucket in range(NUM_BUCKET
 """Classes of probabilities."""
 
 
-class NgramCounts:
+class NgramCounts(Locked):
     """How often tokens followed the up to `MAX_CONTEXT` tokens before them. Shared by threads; bounded memory."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._successors: dict[tuple[int, ...], dict[int, int]] = {}
-        self._lock = new_lock()
 
     @property
     def num_contexts(self) -> int:
@@ -51,7 +50,7 @@ class NgramCounts:
     def add(self, context: tuple[int, ...], tokens: Sequence[int]) -> None:
         """Count tokens that followed a context."""
         history = (*context, *tokens)
-        with self._lock:
+        with self.lock:
             for end in range(len(context), len(history)):
                 token = history[end]
                 for start in range(max(0, end - MAX_CONTEXT), end):
@@ -82,7 +81,7 @@ class NgramCounts:
         """
         probs: dict[int, float] = {}
         rest = 1.0
-        with self._lock:
+        with self.lock:
             for start in range(max(0, len(context) - MAX_CONTEXT), len(context)):
                 counts = self._successors.get(context[start:])
                 if counts:
@@ -94,12 +93,6 @@ class NgramCounts:
                     if rest < min_unseen:
                         break
         return probs, rest
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NgramCounts:
-        copied = NgramCounts()
-        with self._lock:
-            copied._successors = {context: dict(counts) for context, counts in self._successors.items()}
-        return copied
 
 
 def new_counts() -> NgramCounts | CNgrams:

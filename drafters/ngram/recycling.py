@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
 from mmspec.drafters.ngram.lookup import PromptLookup
-from mmspec.forks import new_lock
+from mmspec.forks import Locked
 from mmspec.interfaces import VerifyResult
 
 TOP_K = 8
@@ -37,7 +36,7 @@ def _priors() -> dict[Key, float]:
     }
 
 
-class SuccessorTable:
+class SuccessorTable(Locked):
     """A `CandidateSource` over a table of successors. A cursor is a token.
 
     Entries are replaced, never changed, so readers need no lock; writers take it. The table belongs to one target: a
@@ -48,9 +47,9 @@ class SuccessorTable:
     priors: Mapping[Key, float] = _priors()
 
     def __init__(self, vocab_size: int | None = None) -> None:
+        super().__init__()
         self.vocab_size = vocab_size
         self._entries: dict[int, Entry] = {}
-        self._lock = new_lock()
 
     def successors(self, token: int) -> tuple[int, ...]:
         """Successors of a token, most likely first."""
@@ -58,7 +57,7 @@ class SuccessorTable:
 
     def start(self, prompt_text: PromptText) -> list[int]:
         """Update the table with the prompt's bigrams. The state is the last token of each row."""
-        with self._lock:
+        with self.lock:
             self._set_vocab_size(prompt_text.vocab_size)
             for row in prompt_text.rows:
                 for token, successor in pairwise(row):
@@ -89,7 +88,7 @@ class SuccessorTable:
 
     def update(self, state: list[int], result: VerifyResult) -> None:
         """Store the successors of every scored node, the accepted nodes last, so that theirs remain."""
-        with self._lock:
+        with self.lock:
             if result.top_ids is None:
                 self._update_emitted(state, result)
             else:
@@ -141,13 +140,6 @@ class SuccessorTable:
     def _stable_updates(self, token: int, first: int) -> int:
         old = self._entries.get(token)
         return min(old[0] + 1, MAX_STABLE) if old is not None and old[1][0] == first else 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SuccessorTable:
-        copy = SuccessorTable(self.vocab_size)
-        with self._lock:
-            copy._entries = dict(self._entries)
-        memo[id(self)] = copy
-        return copy
 
 
 def recycling() -> BestFirstDrafter:
