@@ -175,9 +175,9 @@ def check_changed(
     assert "\n" not in str(error.value)
 
 
-def check_refused(
-    folder: Path, layout: Layout, target: TargetInfo, nested: dict[str, Any], tensors: dict[str, Any], message: str
-) -> None:
-    """`check_changed` with other keys in `dflash_config` (None: without)."""
-    section = {key: value for key, value in (layout.config["dflash_config"] | nested).items() if value is not None}
+def check_refused(folder: Path, layout: Layout, target: TargetInfo, changes: dict[str, Any], message: str) -> None:
+    """`check_changed` with other keys in `dflash_config` (None: without); those with a dot are tensors."""
+    tensors = {key: value for key, value in changes.items() if "." in key}
+    section = layout.config["dflash_config"] | {key: changes[key] for key in changes.keys() - tensors}
+    section = {key: value for key, value in section.items() if value is not None}
     check_changed(write_head(folder, layout), target, message, {"dflash_config": section}, tensors)
