@@ -14,11 +14,14 @@ import pytest
 import tiny_models as tiny
 import torch
 from adversarial import InjectedError
+from kernels import needs_kernel
 from parity import ALL_OUTPUTS, GREEDY, MODES, SAMPLED, Kwargs, assert_parity, generate_plain, get_model, speculate
 from torch import Tensor
 
 import mmspec
-from mmspec.engine import constraints
+from mmspec.cpu.c_kernel import load_kernel
+from mmspec.drafters.model import chain
+from mmspec.engine import constraints, sampler
 from mmspec.engine.constrained_draft import constrain
 from mmspec.engine.private_copy import MAX_OBJECTS, copied_if_small, private_copy
 from mmspec.engine.tree import build_tree
@@ -33,6 +36,25 @@ def _registered() -> Iterator[None]:
     yield
     constraints._REGISTERED.clear()
     constraints._REGISTERED.update(before)
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The trees that were drafted under rules; each is checked: the processors forbid no node of it."""
+    found, draft, constrain = list[Any](), chain.draft_under_rules, sampler.constrain
+
+    def spy(*args: Any) -> Any:
+        found.append(draft(*args))
+        return found[-1]
+
+    def check(tree: Any, *args: Any) -> Any:
+        allowed = constrain(tree, *args)
+        assert allowed.tokens is not tree.tokens or torch.equal(allowed.node_mask, tree.node_mask)
+        return allowed
+
+    monkeypatch.setattr(chain, "draft_under_rules", spy)
+    monkeypatch.setattr(sampler, "constrain", check)
+    return found
 
 
 @pytest.mark.every(10)
@@ -80,9 +102,11 @@ class Counted(Rule):
         return copied
 
 
-def compare(make: Callable[[], Any], drafter: Any = "oracle", seed: int = 21, **kwargs: Any) -> mmspec.Stats:
+def compare(
+    make: Callable[[], Any], drafter: Any = "oracle", seed: int = 21, batch: int = 3, **kwargs: Any
+) -> mmspec.Stats:
     model = get_model(seed=seed)
-    inputs = tiny.build_inputs(model, 18, 3)
+    inputs = tiny.build_inputs(model, 18, batch)
     made: list[Any] = []
 
     def processors() -> list[Any]:
@@ -129,6 +153,21 @@ def test_forced_tokens_are_drafted_for_nothing() -> None:
             assert stats.num_accepted_tokens > 10
 
 
+def forcing_constraint() -> constraints.Constraint:
+    """1 forces 2, 2 forces 3, 3 allows three ids, 8 the end, behind which nothing is drafted; 9 fails."""
+    following = {1: [2], 2: [3], 3: [6, 7, 8], 8: [0]}
+
+    def allow(ids: Tensor, scores: Tensor) -> Tensor:
+        if (last := int(ids[0, -1])) == 9:
+            raise InjectedError("9")
+        allowed = following.get(last, range(scores.shape[1]))
+        return scores.masked_fill(torch.tensor([n not in allowed for n in range(scores.shape[1])]), -torch.inf)
+
+    constraint = constraints.Constraint(lambda row: allow, False, 1, 64)
+    constraint.stop_ids = frozenset({0})
+    return constraint
+
+
 @pytest.mark.parametrize(
     ("history", "draft", "expected"),
     [
@@ -146,16 +185,8 @@ def test_what_must_follow_is_added_anywhere(
     history: list[int], draft: list[tuple[int, int, float]], expected: set[tuple[int, ...]]
 ) -> None:
     """`draft` has (token, place of the parent in it or -1, probability)."""
-    rules = {1: [2], 2: [3], 3: [6, 7, 8], 8: [0]}
-
-    def allow(ids: Tensor, scores: Tensor) -> Tensor:
-        allowed = rules.get(int(ids[0, -1]), range(scores.shape[1]))
-        return scores.masked_fill(torch.tensor([n not in allowed for n in range(scores.shape[1])]), -torch.inf)
-
-    constraint = constraints.Constraint(lambda row: allow, False, 1, 64)
-    constraint.stop_ids = frozenset({0})
     proposed = build_tree([[(token, parent + 1, prob) for token, parent, prob in draft]])
-    tree = constrain(proposed, [constraint], torch.tensor([history]), [len(history)], 8)
+    tree = constrain(proposed, [forcing_constraint()], torch.tensor([history]), [len(history)], 8)
     paths: dict[int, tuple[int, ...]] = {0: ()}
     for index in range(1, tree.num_nodes):
         if tree.node_mask[0, index]:
@@ -240,11 +271,13 @@ def test_an_error_at_a_draft_drops_it(mode: Kwargs, drafter: str) -> None:
 
 
 @MODES
+@pytest.mark.parametrize("drafter", ["hybrid", pytest.param("quantized", marks=needs_kernel)])
 @pytest.mark.parametrize("length", [0, 1, 4, 9])
-def test_an_error_comes_at_its_step(mode: Kwargs, length: int) -> None:
+def test_an_error_comes_at_its_step(mode: Kwargs, drafter: str, length: int, request: pytest.FixtureRequest) -> None:
     mmspec.register_prefix_processor(Rule)
-    model = get_model(seed=21)
-    inputs = tiny.build_inputs(model, 18, 3)
+    model, copies = get_model(seed=21), drafter == "quantized"
+    drafts = request.getfixturevalue("drafts") if copies else []
+    inputs = tiny.build_inputs(model, 18, 1 if copies else 3)
     stop = inputs["input_ids"].shape[1] + length
 
     def fails(rule: Rule, input_ids: Tensor, scores: Tensor) -> None:
@@ -252,22 +285,24 @@ def test_an_error_comes_at_its_step(mode: Kwargs, length: int) -> None:
             raise InjectedError(f"at {input_ids.shape[1]}")
 
     states, calls = [], []
-    for drafts in (False, True):
+    for name, options in (("none", {}), (drafter, {"backend": "c"} if copies else {})):
         rule = Rule(fails)
-        with speculate(model, "hybrid" if drafts else "none"), pytest.raises(InjectedError, match=f"at {stop}"):
+        with speculate(model, name, **options), pytest.raises(InjectedError, match=f"at {stop}"):
             generate_plain(model, inputs, logits_processor=[rule], **mode)
         states.append(torch.get_rng_state())
         calls.append(rule.calls)
     assert calls[0] == calls[1] == length + 1 and torch.equal(*states)
+    assert drafts or not (copies and length)
 
 
 @MODES
 @pytest.mark.parametrize("length", [0, 3])
-def test_a_grammar_that_allows_nothing(mode: Kwargs, length: int) -> None:
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_grammar_that_allows_nothing(mode: Kwargs, length: int, batch: int) -> None:
     """An empty list is an error at its step; scores that are all -inf are what plain decoding makes of them."""
     mmspec.register_prefix_processor(Rule)
     model = get_model(seed=21)
-    inputs = tiny.build_inputs(model, 18, 3)
+    inputs = tiny.build_inputs(model, 18, batch)
     stop = inputs["input_ids"].shape[1] + length
 
     def nothing(rule: Rule, input_ids: Tensor, scores: Tensor) -> None:
@@ -281,11 +316,12 @@ def test_a_grammar_that_allows_nothing(mode: Kwargs, length: int) -> None:
             return str(error)
 
     found = list[list[str]]()
-    for drafter in (None, "none", "hybrid"):
-        with speculate(model, drafter) if drafter else nullcontext():
+    in_c = [("hybrid", "c"), ("quantized", "c")] if load_kernel() else []
+    for drafter, backend in ((None, ""), ("none", "auto"), ("hybrid", "auto"), *in_c):
+        with speculate(model, drafter, backend=backend) if drafter else nullcontext():
             listed = outcome(prefix_allowed_tokens_fn=lambda row, ids: [9] if len(ids) < stop else [])
             found.append([listed, outcome(logits_processor=[Rule(nothing)])])
-    assert found[0] == found[1] == found[2] and "empty list" in found[0][0]
+    assert all(one == found[0] for one in found) and "empty list" in found[0][0]
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -349,14 +385,19 @@ def grammar_call() -> tuple[Any, Any, list[str], int]:
     return model, tiny.build_inputs(model, 18, 3), texts, 2
 
 
+def compiled_schema(texts: list[str], eos: int) -> Any:
+    xgrammar = pytest.importorskip("xgrammar")
+    info = xgrammar.TokenizerInfo(texts, vocab_size=len(texts), stop_token_ids=[eos])
+    return xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
+
+
 @MODES
 def test_xgrammar_drafts(mode: Kwargs, caplog: pytest.LogCaptureFixture) -> None:
-    xgrammar = pytest.importorskip("xgrammar")
+    pytest.importorskip("xgrammar")
     from xgrammar.contrib.hf import LogitsProcessor
 
     model, inputs, texts, eos = grammar_call()
-    info = xgrammar.TokenizerInfo(texts, vocab_size=VOCAB, stop_token_ids=[eos])
-    grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
+    grammar = compiled_schema(texts, eos)
     mode = {**mode, "max_new_tokens": 40}
     with fuzz.override_generation_config(model, [eos]):
         for grammars in ([grammar], [grammar] * 3):
@@ -392,10 +433,7 @@ def test_outlines_drafts(mode: Kwargs, library: str) -> None:
 
     model, inputs, texts, eos = grammar_call()
     if library == "xgrammar":
-        import xgrammar
-
-        info = xgrammar.TokenizerInfo(texts, vocab_size=VOCAB, stop_token_ids=[eos])
-        grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
+        grammar = compiled_schema(texts, eos)
         make = lambda: [XGrammarLogitsProcessor(grammar, "torch")]  # noqa: E731
     else:
         from outlines_core import Index, Vocabulary
