@@ -53,26 +53,6 @@ def _chain(tree: DraftTree, row: int) -> list[int]:
     return chain
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_target_itself_drafts_what_it_emits(sample: bool, batch: int) -> None:
-    """Positions, padding, roll-back and noise of the draft model are right, or a draft token would be rejected."""
-    model = tiny.build_model(tiny.ModelSpec(family="llama", calm=True))
-    model.generation_config.eos_token_id = None
-    inputs = tiny.build_inputs(model, seed=3, batch=batch)
-    options = {"do_sample": sample, "temperature": 0.9, "max_new_tokens": 20}
-    torch.manual_seed(0)
-    plain = model.generate(**inputs, **options)
-    drafter = ModelDrafter(HFDraftModel(copy.deepcopy(model)))
-    drafter.top_k = 1
-    mmspec.patch(model, drafter=drafter, tree_size=4)
-    torch.manual_seed(0)
-    assert torch.equal(plain, model.generate(**inputs, **options))
-    stats = mmspec.stats(model)
-    assert stats.num_draft_tokens >= 15 * batch
-    assert stats.num_accepted_tokens >= stats.num_draft_tokens - 3 * batch  # what lies behind the last token is dropped
-
-
 def test_the_cache_follows_the_output() -> None:
     """Rows are rejected at different depths, wait and go on; accepted draft tokens are not read again."""
     scripts = [[5, 6, 7, *range(10, 30)], [8, *range(30, 55)]]

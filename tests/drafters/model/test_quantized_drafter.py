@@ -49,23 +49,6 @@ def _copy(model: Any) -> QuantisedCopy:
     return found
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_copy_drafts_what_the_target_emits(sample: bool, batch: int, backend: str) -> None:
-    """In rounds in C and in the model's own forward: positions, padding and noise are those of the target."""
-    model = _model("qwen2_5_vl")
-    inputs = tiny.build_inputs(model, seed=3, batch=batch)
-    plain = _generate(model, inputs, do_sample=sample, temperature=0.9)
-    drafter = QuantizedDrafter(8, range(4))
-    drafter.top_k = 1
-    mmspec.patch(model, drafter=drafter, tree_size=4, backend=backend)
-    assert torch.equal(plain, _generate(model, inputs, do_sample=sample, temperature=0.9))
-    stats = mmspec.stats(model)
-    assert stats.num_draft_tokens >= 15 * batch
-    assert stats.num_accepted_tokens >= 0.8 * stats.num_draft_tokens - 3 * batch
-
-
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 8.5 / 32), (torch.bfloat16, 8.5 / 16)])
 def test_what_a_copy_reads_is_expected_from_its_bytes(
     dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch

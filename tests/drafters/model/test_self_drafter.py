@@ -1,7 +1,8 @@
-"""The target drafts with some of its own layers: exact, and nothing of the model is changed."""
+"""The target drafts with some of its own layers, or all: exact, and nothing of the model is changed."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -10,11 +11,14 @@ import tiny_models as tiny
 import torch
 import zoo
 from forced_drafts import choose_all, planned
+from kernels import needs_kernel
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.drafters.model.self_drafter import SelfDrafter, candidate_layer_sets
+from mmspec.drafters.model.model_drafter import ModelDrafter
+from mmspec.drafters.model.self_drafter import QuantizedDrafter, SelfDrafter, candidate_layer_sets
 from mmspec.economy.chooser import Chooser
+from mmspec.targets.draft_model import HFDraftModel
 from mmspec.targets.layer_access import layer_access
 from mmspec.targets.registry import find_adapter
 
@@ -31,21 +35,37 @@ def _generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     return output
 
 
+def _own_copy(model: Any) -> ModelDrafter:
+    return ModelDrafter(HFDraftModel(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize(
+    ("family", "new_drafter", "backend", "share"),
+    [
+        pytest.param("llama", _own_copy, "auto", 1.0, id="another model"),
+        pytest.param("qwen2_5_vl", lambda model: SelfDrafter(range(4)), "auto", 1.0, id="all layers"),
+        pytest.param("qwen2_5_vl", lambda model: QuantizedDrafter(8, range(4)), "auto", 0.8, marks=needs_kernel),
+        pytest.param("qwen2_5_vl", lambda model: QuantizedDrafter(8, range(4)), "torch", 0.8, marks=needs_kernel),
+    ],
+)
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_all_layers_draft_what_the_target_emits(sample: bool, batch: int) -> None:
-    """Positions, padding, lengths of rows and noise are those of the target, or a draft token would be rejected."""
-    model = _model("qwen2_5_vl")
+def test_the_target_itself_drafts_what_it_emits(
+    family: str, new_drafter: Any, backend: str, share: float, sample: bool, batch: int
+) -> None:
+    """Positions, padding, lengths of rows, roll-back and noise are right, or a draft token would be rejected."""
+    model = _model(family)
     model.generation_config.eos_token_id = None
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     plain = _generate(model, inputs, do_sample=sample, temperature=0.9)
-    drafter = SelfDrafter(range(4))
+    drafter = new_drafter(model)
     drafter.top_k = 1
-    mmspec.patch(model, drafter=drafter, tree_size=4)
+    mmspec.patch(model, drafter=drafter, tree_size=4, backend=backend)
     assert torch.equal(plain, _generate(model, inputs, do_sample=sample, temperature=0.9))
     stats = mmspec.stats(model)
     assert stats.num_draft_tokens >= 15 * batch
-    assert stats.num_accepted_tokens >= stats.num_draft_tokens - 3 * batch  # what lies behind the last token is dropped
+    # What lies behind the last token is dropped.
+    assert stats.num_accepted_tokens >= share * stats.num_draft_tokens - 3 * batch
 
 
 def test_nothing_of_the_model_changes() -> None:
