@@ -91,8 +91,11 @@ class LinearAutotuner:
         """The kernel of products of so many rows in float32."""
         kernels = self._candidates(num_rows)
         max_rows = next((count for count in TIMED_ROWS if num_rows <= count), TIMED_ROWS[-1])
-        key, cases = choice_key(weight, max_rows), [max_rows]
-        return self.choices.choose(key, kernels, cases, lambda name, count: self._time(name, weight, count))
+        key = choice_key(weight, max_rows)
+        chosen = self.choices.used(key)
+        if chosen is None or chosen not in kernels:
+            chosen = self.choices.choose(key, kernels, [max_rows], lambda name, count: self._time(name, weight, count))
+        return chosen
 
     def _time(self, kernel: str, weight: Tensor, num_rows: int) -> Tensor:
         part, rows = timed_part(weight, num_rows, FLOAT_PRODUCTS)

@@ -55,9 +55,12 @@ def _is_in_c(choices: KernelChoices, kernel: CKernel, layer: nn.Linear, is_few: 
     """Whether the C kernel computes such products of a layer."""
     weight = layer.weight
     key = choice_key(weight, MAX_C_ROWS if is_few else MANY_ROWS)
-    names = (IN_C, PLAIN) if is_few or not _has_instructions(weight.dtype) else (PLAIN, IN_C)
-    cases = FEW_TIMED if is_few else MANY_TIMED
-    return choices.choose(key, names, cases, lambda name, count: _run(name, kernel, weight, count)) == IN_C
+    chosen = choices.used(key)
+    if chosen is None:
+        names = (IN_C, PLAIN) if is_few or not _has_instructions(weight.dtype) else (PLAIN, IN_C)
+        cases = FEW_TIMED if is_few else MANY_TIMED
+        chosen = choices.choose(key, names, cases, lambda name, count: _run(name, kernel, weight, count))
+    return chosen == IN_C
 
 
 def choice_key(weight: Tensor, max_rows: int) -> ProductKey:

@@ -103,10 +103,14 @@ class KernelChoices:
         self._clock = clock
         self._lock = new_lock()
 
+    def used(self, key: ProductKey) -> str | None:
+        """The kernel that computes such products in this process; None before the first one."""
+        return self._used.get(key)
+
     def choose(
         self, key: ProductKey, names: Sequence[str], cases: Sequence[CaseT], run: Callable[[str, CaseT], object]
     ) -> str:
-        """The kernel of such products in this process, timed if it is not known.
+        """The kernel of such products, timed if it is not known.
 
         Args:
             key: of the products.
@@ -114,9 +118,6 @@ class KernelChoices:
             cases: as for `fastest`.
             run: as for `fastest`.
         """
-        used = self._used.get(key)
-        if used is not None and used in names:  # asked for each product
-            return used
         with self._lock:  # timed once: two threads could find different answers
             known = [self._used.get(key), self.known.get(key)]
             found = next((kernel for kernel in known if kernel in names), None)
