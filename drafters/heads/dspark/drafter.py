@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class DsparkDrafter(BlockDrafter):
     """
 
     head: DsparkHead
-    c_classes = (DsparkHead, nn.ModuleList, DsparkLayer, BigramHead)
+    c_classes: ClassVar[tuple[type, ...] | None] = (DsparkHead, nn.ModuleList, DsparkLayer, BigramHead)
     records_drafts = True
 
     def __init__(self, head: DsparkHead, visual_mode: str = "coupled", **options: Any) -> None:

@@ -8,6 +8,8 @@ network. In C: `CDraft` (`base/c_draft.py`), `CHead` (`mmspec/cpu/draft.py`), `d
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from mmspec.cpu.draft_types import HeadWeights
 from mmspec.drafters.heads.base.c_draft import shared_weights
 from mmspec.drafters.heads.base.drafter import HeadDrafter
@@ -18,7 +20,7 @@ from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead
 class EagleDrafter(HeadDrafter):
     """Drafts with an `EagleHead`, level by level."""
 
-    c_classes = (EagleHead, DecoderLayer)
+    c_classes: ClassVar[tuple[type, ...] | None] = (EagleHead, DecoderLayer)
     records_drafts = True
 
     def c_weights(self, state: DraftState) -> HeadWeights | None:
