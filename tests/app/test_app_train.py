@@ -270,6 +270,30 @@ def test_answers_are_checked_as_prompts_are(
         assert teacher.make_batch([0, 1, 2]).input_ids.shape[0] == 3
 
 
+def test_batches_hold_the_states_of_decoding(data: Path, tmp_path: Path) -> None:
+    """Hidden states of one forward over prompt and answer are those of decoding, images included."""
+    model, processor = random_model("tiny")
+    teacher = Teacher(model, processor, FileData([str(data)]))
+    teacher.generate_answers(tmp_path, 4, 8)
+    batch = teacher.make_batch([0, 2, 4])
+    for row, number in enumerate([0, 2, 4]):
+        inputs = teacher.captioner.build_inputs([teacher.data[number].media], [teacher.data[number].question])
+        answer = torch.tensor(teacher.answers[number])
+        ids = torch.cat([inputs["input_ids"][0], answer])
+        assert torch.equal(batch.input_ids[row, : len(ids)], ids) and batch.attention_mask[row].sum() == len(ids)
+        assert batch.response_mask[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
+        whole = {**inputs, "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+        with torch.no_grad():
+            outputs = model(**whole, output_hidden_states=True)
+        assert torch.allclose(batch.inputs_embeds[row, : len(ids)], outputs.hidden_states[0][0], atol=3e-2)
+        distance = (batch.hidden_states[row, : len(ids)] - outputs.hidden_states[-1][0]).abs().max()
+        assert distance < 0.15, "bfloat16 on a CPU"
+        predicted = model.get_output_embeddings()(batch.hidden_states[row]).argmax(-1)
+        agree = (predicted[len(ids) - len(answer) - 1 : len(ids) - 1] == answer).float().mean()
+        assert number == 2 or agree > 0.6
+    assert batch.visual_mask.sum() == 3 * 16
+
+
 def test_hidden_states_are_cached_within_the_limit(data: Path, tmp_path: Path) -> None:
     model, processor = random_model("tiny")
     teachers = [Teacher(model, processor, FileData([str(data)]), cache_bytes) for cache_bytes in (0, 1 << 30, 60_000)]

@@ -35,7 +35,7 @@ def available(*families: str) -> list[str]:
 
 GRIDS = available("qwen3_vl", "gemma3", "smolvlm", "internvl", "mistral3")
 TRAINED = [*GRIDS, *available("qwen3_5", "paligemma", "gemma4")]
-READ = [*GRIDS, *available("llava", "qwen3_5", "paligemma", "gemma4", "ernie4_5_vl_moe", "glm4v")]
+READ = [*GRIDS, *available("qwen3_5", "paligemma", "gemma4", "ernie4_5_vl_moe", "glm4v")]
 SCALED = available(
     *("gemma2", "gemma3", "gemma4", "paligemma", "granite", "hyperclovax_vision_v2"),
     *("cohere2", "cohere_compass", "aya_vision", "cohere2_vision", "qwen3_vl", "mistral3"),
