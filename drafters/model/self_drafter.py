@@ -148,7 +148,7 @@ class QuantizedDrafter(SelfDrafter):
     ) -> None:
         """
         Args:
-            bits: of the decoder's weights, 4 or 8; None chooses by the size of the model. The LM head has 8.
+            bits: of the decoder's weights, 4 or 8; None chooses (`FEW_WEIGHTS`). The LM head has 8.
             layers: decoder layers that draft; None chooses between all and the first half by running acceptance.
             max_length: largest number of tokens of a draft.
             guide: drafts for the copy, which then scores several nodes in one forward; None for none.

@@ -16,7 +16,7 @@ INLINE VEC NAME(scaled_logits)(const draft *h, VEC x) {
 INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float *z, float *top, int64_t *token) {
   const draft *h = g->h;
   const int64_t V = num_logits(h), W = h->d.nodes;
-  const float *const base = is_block(h) ? g->base + (b * base_rows(h) + h->first_position + level) * V : NULL;
+  const float *const base = has_correction(h) ? g->base + (b * base_rows(h) + h->first_position + level) * V : NULL;
   const float *const noise = h->noise ? h->noise + (b * h->levels + level) * V : NULL;
   const VEC factor = SET1(h->noise ? 1.0f / h->temperature : 1.0f);
   for (int64_t i = 0; i < W; i++) top[i] = -INFINITY, token[i] = 0;

@@ -25,7 +25,7 @@ static void add_candidates(drafting *g, int64_t level, int64_t b) {
 static void choose_nodes(drafting *g, int64_t level, int64_t b) {
   const draft *h = g->h;
   const int64_t W = h->d.nodes, D = h->d.hidden_size, E = h->input_size, C = max_candidates(h);
-  const int64_t old = level * W, step = is_block(h) ? D : 2 * E, count = level ? W * W : W; /* old: drafted positions */
+  const int64_t old = level * W, step = has_correction(h) ? D : 2 * E, count = level ? W * W : W; /* old: drafted positions */
   const float *const path = g->path + b * C + g->num_candidates;
   for (int64_t c = 0; c < count; c++) g->place[c] = -1;
   for (int64_t i = 0; i < W; i++) {
@@ -43,7 +43,7 @@ static void choose_nodes(drafting *g, int64_t level, int64_t b) {
     embed(h, g->ids[r], input);
     const int64_t S = h->gru_state.cols;
     memcpy(g->parents + r * S, g->states + (level ? parent : b) * S, (size_t)S * sizeof(float));
-    if (is_block(h)) continue;
+    if (has_correction(h)) continue;
     const float *const output = level ? g->s.x + parent * D : h->root + b * D;
     memcpy(input + E, h->carry.data ? g->carried + (level ? parent : b) * E : output, (size_t)E * sizeof(float));
     g->s.positions[r] = h->positions[b] + (h->d.hides_nodes ? 0 : level);

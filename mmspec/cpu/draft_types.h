@@ -113,7 +113,7 @@ static inline int64_t max_candidates(const draft *h) {
   return h->levels ? h->d.nodes + (h->levels - 1) * h->d.nodes * h->d.nodes : 0;
 }
 static inline int64_t tree_size(const draft *h) { return min64(h->max_nodes, 1 + max_candidates(h)); }
-static inline int is_block(const draft *h) { return h->rank > 0; }
+static inline int has_correction(const draft *h) { return h->rank > 0; }
 static inline int is_dspark(const draft *h) { return h->block_positions > 0; }
 static inline int is_mtp(const draft *h) { return h->embedding_norm != NULL; }
 static inline int is_eagle3(const draft *h) { return h->hidden_norm && !is_dspark(h) && !is_mtp(h); }
@@ -123,7 +123,7 @@ static inline int64_t num_logits(const draft *h) {
   return h->num_best ? h->num_best * h->cluster_size : h->d.vocab_size;
 }
 /* Whether the logits of a level are corrected; the token before that of FLASH's first is read by its layer. */
-static inline int is_corrected(const draft *h, int64_t level) { return is_block(h) && level >= h->first_corrected; }
+static inline int is_corrected(const draft *h, int64_t level) { return has_correction(h) && level >= h->first_corrected; }
 /* Positions of one row's block that have logits. */
 static inline int64_t base_rows(const draft *h) { return is_dspark(h) ? h->block_positions : h->levels; }
 /* Rows of the largest forward, per batch row. */
@@ -176,7 +176,7 @@ static float *divide_scratch(drafting *g, float *scratch) {
   g->best = take_ints(&scratch, R * h->num_best);
   g->ffn = take_floats(&scratch, B * h->block_ffn_size);
   g->features = take_floats(&scratch, B * L * D);
-  g->base = take_floats(&scratch, is_block(h) ? B * base_rows(h) * d->vocab_size : 0);
+  g->base = take_floats(&scratch, has_correction(h) ? B * base_rows(h) * d->vocab_size : 0);
   g->projected = take_floats(&scratch, B * L * h->rank);
   g->mixed = take_floats(&scratch, R * h->rank);
   g->gates = take_floats(&scratch, 2 * R * h->gru_in.rows);

@@ -53,9 +53,9 @@ __attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
   if (is_dspark(h) && !h->pair_size) NAME(dspark_block)(g, thread, own, g->s.next + level_phases(h) * h->levels);
   for (int64_t level = 0; level < h->levels; level++) {
     int64_t *const next = g->s.next + level_phases(h) * level;
-    if (!is_block(h) && !h->pair_size) NAME(layer_logits)(g, level, own, next);
+    if (!has_correction(h) && !h->pair_size) NAME(layer_logits)(g, level, own, next);
     if (h->block_ffn_size && !level) NAME(block_features)(g, thread, own, next);
-    if (is_block(h)) NAME(corrections)(g, level, thread, own, next);
+    if (has_correction(h)) NAME(corrections)(g, level, thread, own, next);
     NAME(best_children)(g, level, next + CHILDREN_PHASE);
     meet(g->s.team);
     if (thread == 0) next_level(g, level);

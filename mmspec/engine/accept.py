@@ -1,6 +1,7 @@
 """Which draft tokens are accepted. A pure function: no model, no cache, no randomness, no transfer to the host.
 
-This is the only acceptance rule of the project. At each node an id was *sampled from the target's own distribution*;
+This is the acceptance rule of the project, once in torch (`_accept_path`) and once in C (`trees.h`), which decides on
+a CPU; both must agree bit for bit. At each node an id was *sampled from the target's own distribution*;
 the path continues with the child that has this id. A rejection sampler (vLLM, assisted generation in
 transformers) accepts a draft token with probability min(1, target / draft), else samples from the residual
 distribution, which preserves the distribution of the output. Sampling at every node preserves the output itself, seed

@@ -46,7 +46,7 @@ logger = logging.getLogger("mmspec")
 HEAD_BITS = 8
 """Of the LM head, whose errors reach the logits as they are."""
 FEW_WEIGHTS = 1_000_000_000
-"""Models with fewer weights may lose too many tokens to 4 bits: then their copies have 8."""
+"""Copies of models with fewer weights have 4 bits if that agrees with the model (`MIN_AGREEMENT`), else 8."""
 MIN_AGREEMENT = 0.8
 """`agreement` with the model that 4 bits of such a model must have, behind random ids; in texts it is higher: the
 scenes model, with 0.86, accepts 0.995 of the tokens that its copy drafts, SmolLM2-135M, with 0.70, accepts 0.84."""

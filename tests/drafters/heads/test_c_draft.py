@@ -535,7 +535,7 @@ BUGS = {
     "the state of another node": ("domino", "g->states + (level ? parent : b) * S, (size_t)S", "parent", "r"),
     "a correction from the first position on": (
         "domino",
-        "is_block(h) && level >= h->first_corrected",
+        "has_correction(h) && level >= h->first_corrected",
         ">= h->first_corrected",
         ">= 0",
     ),
