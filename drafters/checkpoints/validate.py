@@ -111,10 +111,10 @@ def check_config(values: Mapping[str, Any], prefix: str = "") -> None:
             continue
         if (rule := _broken_rule(key, value, not prefix)) is not None:
             raise ValueError(f"{prefix}{key} must be {rule}; got {_short(value)}.")
-        if key == "compressor":
-            _check_compressor(prefix + key, value)
         if key in NESTED:
             check_config(value, f"{prefix}{key}.")
+        if key == "compressor":
+            _check_compressor(prefix + key, value)
 
 
 def check_head_shape(values: Mapping[str, Any]) -> None:

@@ -222,7 +222,7 @@ def test_states_of_another_call(change: str) -> None:
         assert target.c_forwards is not None and target.states is not None
         tree = bush(random.Random(2), [9, 8, 7], 4, range(20, 40))
         target.buffer.begin_forward(4)
-        inputs = target.c_forwards._call.inputs(tree, target.buffer.common_buffers())
+        inputs = target.c_forwards.call.inputs(tree, target.buffer.common_buffers())
         states = [None if state is None else changed(state) for state in inputs.states]
         assert target.c_forwards.decoder.forward(inputs) is not None
         assert target.c_forwards.decoder.forward(replace(inputs, states=states)) is None

@@ -659,7 +659,9 @@ def test_training_uses_the_same_grids_as_drafting(
     drafter.compressor = grids(kind_of_compressor)
     tree = drafter.propose(begin_decoding(world, drafter, prompt), 8, [True, True])
     calls: list[tuple[int, Tensor, Tensor]] = []
-    monkeypatch.setattr(LossAccumulator, "add", lambda self, part, out, goal, *_, **__: calls.append((part, out, goal)))
+    monkeypatch.setattr(
+        LossAccumulator, "add", lambda self, part, out, goal, *_, **__: calls.append((part, out, goal.hidden_states))
+    )
     model, placeholder = (
         DraftModel(eagle_head, "coupled", kind, grids(kind_of_compressor)),
         world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
