@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     answer_settings = data_settings(options, count, held_out)
     # Further settings that must be equal on resume; options newer than a run are left out where they are unused.
     settings = answer_settings | {"text_first": options.text_first}
-    settings |= {} if options.start_from is None else {"start_from": options.start_from}
+    chosen = {"start_from": options.start_from, "draft_vocab": options.draft_vocab}
+    settings |= {name: value for name, value in chosen.items() if value is not None}
     try:  # before the answers, which take long
         trainer = build_trainer(options, teacher, count, settings, distributed)
         check_run_settings(options.out, answer_settings | {"items": teacher.data.digest}, distributed)

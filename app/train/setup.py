@@ -147,16 +147,18 @@ def init_from_target(trainer: Trainer, teacher: Teacher, draft_vocab: int | None
         size = model.head.config.draft_vocab_size
         if size and model.draft_ids is None:
             model.draft_ids = teacher.draft_vocabulary(size) if size < model.head.config.vocab_size else None
-        elif draft_vocab and not size:
+        elif draft_vocab and not size and model.draft_ids is None:
             model.draft_ids = teacher.most_common_ids(draft_vocab)
         if model.draft_ids is not None:
             model.draft_ids, teacher.finds_next_ids = model.draft_ids.to(teacher.model.device), True
     if trainer.step or "start_from" in trainer.settings or not teacher.answers:
         return
     for model in models:
+        size, ids = model.head.config.draft_vocab_size, model.draft_ids
+        ids = teacher.draft_vocabulary(size).to(teacher.model.device) if size and ids is None else ids
         with torch.no_grad():
             batches = answer_batches(teacher, trainer.config.batch_size)
-            find_method(model.architecture).init_from_target(model.head, batches, embeddings, model.draft_ids)
+            find_method(model.architecture).init_from_target(model.head, batches, embeddings, ids)
 
 
 def answer_batches(teacher: Teacher, batch_size: int) -> Iterator[TrainBatch]:

@@ -124,7 +124,7 @@ class LossAccumulator:
         self.shared_embeddings, self.weights = given.shared_embeddings, given.weights
         self.compressor_loss = compressor_loss
         self.head, self.has_own_lm_head, ids = given.draft_model.head, has_own_lm_head, given.draft_model.draft_ids
-        self.target_rows = None if ids is None else self.shared_embeddings.lm_head_rows(ids)  # [V', D] of its LM head
+        self.draft_ids = ids
         self.head_rows = None if ids is None else self.head.draft_lm_head(self.shared_embeddings, ids)
         self.path_probability: Tensor | None = None  # [B, m] that the draft tokens so far are accepted, for "path"
         self.total: Tensor | float = 0.0
@@ -186,7 +186,7 @@ class LossAccumulator:
     def _logits(self, hidden_states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the head and of the target over the draft vocabulary, float32 [n, V']."""
         logits = self.head.logits(hidden_states, self.shared_embeddings, self.head_rows).float()
-        target_logits = self.shared_embeddings.logits(target_hidden, self.target_rows).float().detach()
+        target_logits = self.shared_embeddings.logits_of(target_hidden, self.draft_ids).float().detach()
         return logits, target_logits[..., : logits.shape[-1]]
 
     def _path_weights(self, logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:

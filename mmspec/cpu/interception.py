@@ -9,7 +9,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_FUNCTIONS = attrgetter("linear", "embedding", "silu", "scaled_dot_product_attention")
+_FUNCTIONS = attrgetter("linear", "embedding", "silu", "conv1d", "scaled_dot_product_attention")
 _ORIGINALS = _FUNCTIONS(functional)
 
 

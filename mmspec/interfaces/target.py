@@ -189,6 +189,13 @@ class SharedEmbeddings:
             logits = functional.linear(hidden_states, lm_head_rows)
         return self.scale_logits(logits)
 
+    def logits_of(self, hidden_states: Tensor, ids: Tensor | None) -> Tensor:
+        """[..., n] logits of these ids as the target returns them, of all if None; the bias of an LM head included."""
+        if ids is None or type(self.lm_head) is not nn.Linear or self.lm_head.bias is not None:
+            logits = self.logits(hidden_states)
+            return logits if ids is None else logits[..., ids]
+        return self.logits(hidden_states, self.lm_head_rows(ids))
+
     def scale_logits(self, logits: Tensor) -> Tensor:
         """What the target applies to the products of its LM head."""
         if self.logit_scale != 1.0:

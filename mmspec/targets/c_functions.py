@@ -40,7 +40,11 @@ def may_be_computed(parameters: Sequence[str]) -> bool:
 
 def in_c(kernel: CKernel, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     """What a function returns for these arguments, by name; None if C does not compute it, or not with these."""
-    if torch.is_grad_enabled() or any(values.get(name) is not None for name in PACKED):
+    if (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or any(values.get(name) is not None for name in PACKED)
+    ):
         return None
     compute = find_computation(kernel, function)
     return None if compute is None else compute(kernel, values)
@@ -105,7 +109,7 @@ def _convolution_example() -> dict[str, Any]:
 
 def _numbers(*shape: int) -> Tensor:
     """Numbers between -1 and 1; no generator is asked for them."""
-    return torch.arange(float(math.prod(shape)), device="cpu").mul_(0.37).sin_().view(shape)
+    return torch.arange(math.prod(shape), dtype=torch.float32, device="cpu").mul_(0.37).sin_().view(shape)
 
 
 def _agree(found: Any, want: Any) -> bool:

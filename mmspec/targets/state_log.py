@@ -284,7 +284,10 @@ def _parameters_of(kind: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
         if isinstance(function, nn.Module):  # what `kernels` makes of a function
             function = function.forward
         if inspect.isroutine(function) and not inspect.isbuiltin(function):
-            parameters = tuple(inspect.signature(function).parameters)
+            try:
+                parameters = tuple(inspect.signature(function).parameters)
+            except ValueError:  # a routine that does not tell
+                continue
             has_gates = any(gates.keys() <= {*parameters} for gates in NEUTRAL_GATES)
             updates = (has_gates and {*STATE_NAMES} & {*parameters}) or {*IN_PLACE_NAMES} & {*parameters}
             if updates or may_be_computed(parameters):

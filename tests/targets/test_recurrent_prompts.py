@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from mmspec.cpu import mixers
+from mmspec.cpu import interception, mixers
 from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.targets import c_functions, state_log
 from mmspec.targets.c_functions import find_computation
@@ -53,6 +53,8 @@ def counts_of_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     for place, name in zip((torch.linalg, functional, mixers, mixers), tuple(counted), strict=True):
         count(place, name)
+    assert interception.operators_are_intercepted(), "a user's convolution would run"
+    monkeypatch.setattr(interception, "_ORIGINALS", interception._FUNCTIONS(functional))
     return counted
 
 

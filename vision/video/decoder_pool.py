@@ -250,8 +250,8 @@ def _checked_pixels(answer: dict[str, Any], max_pixels: int) -> int:
     Raises:
         ValueError: It is empty, or has more than `max_pixels`.
     """
-    width, height = int(answer["width"]), int(answer["height"])
-    if min(width, height) < 1 or width * height > max_pixels:
+    width, height = answer["width"], answer["height"]
+    if not type(width) is type(height) is int or min(width, height) < 1 or width * height > max_pixels:
         raise ValueError(f"an answer has at most {max_pixels} pixels; got {width} x {height}.")
     return width * height
 

@@ -200,6 +200,21 @@ def write_images(folder: Path, count: int) -> Path:
     return folder / "list.jsonl"
 
 
+def test_a_new_head_has_the_rows_of_the_target(tmp_path: Path) -> None:
+    """Of its draft vocabulary, or of all ids; another vocabulary is another run."""
+    data = write_images(tmp_path / "data", 4)
+    args = ["train", "--target", "tiny", "--data", str(data), "--steps", "1", "--batch-size", "2", "--evaluate", "0"]
+    args += ["--max-new-tokens", "4", "--lr", "1e-9", "--drafter", "eagle3", "--set", "layers=0,1,2"]
+    rows = random_model("tiny")[0].get_output_embeddings().weight.data
+    for name, more in (("all", []), ("some", ["draft_vocab=60"])):
+        assert main([*args, *more, "--out", str(tmp_path / name)]) == 0
+        head, metadata = load_head(tmp_path / name / "eagle3")
+        wanted = rows if metadata.draft_ids is None else rows[metadata.draft_ids]
+        assert len(wanted) == (60 if more else len(rows))
+        torch.testing.assert_close(head.lm_head.weight.data.float(), wanted.float(), rtol=1e-2, atol=1e-3)
+    assert main([*args, "draft_vocab=50", "--out", str(tmp_path / "some")]) == 2
+
+
 def test_train_and_draft(tmp_path: Path, capsys: Any) -> None:
     data = write_images(tmp_path / "data", 10)
     args = ["train", "--target", "tiny", "--data", str(data), "--steps", "4", "--batch-size", "2", "--evaluate", "1"]
