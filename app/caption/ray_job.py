@@ -149,16 +149,21 @@ class CaptionWorker:
         """Load the model.
 
         Args:
-            folder: the one that relative paths belong to; entered where it exists.
+            folder: the one that relative paths belong to; entered where it exists. Elsewhere the model and the
+                drafter are looked for from there.
         """
         from mmspec.app.caption.command import build_captioner
         from mmspec.app.cli.arguments import hide_progress_bars
 
+        located = config
         if os.path.isdir(folder):
             os.chdir(folder)
+        else:
+            at = {name: os.path.abspath(os.path.join(folder, getattr(config, name))) for name in ("model", "drafter")}
+            located = replace(config, **{name: path for name, path in at.items() if os.path.isdir(path)})
         hide_progress_bars(False)
         self._config, self._decoders, self._lock = config, DecoderPool(), threading.Lock()
-        self._captioner = RowCaptioner(config, build_captioner(config, ProcessInfo()))
+        self._captioner = RowCaptioner(config, build_captioner(located, ProcessInfo()))
 
     def ready(self) -> list[tuple[list[Row], list[Item]]]:
         """No results, once the model is loaded."""

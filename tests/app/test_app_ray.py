@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from test_app_inputs import picture, write_tar
 
-from mmspec.app.caption import executor
+from mmspec.app.caption import executor, ray_job
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.pending import is_pending
 from mmspec.app.caption.plan import RowPlan
@@ -50,6 +50,20 @@ def test_ray_is_refused_with_one_line_where_it_is_missing(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(args) == 2 and "start one process" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_without_the_folder_of_the_job_finds_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded by its absolute path; rows name it as the job does. Names of the hub stay."""
+    loaded = list[CaptionConfig]()
+    monkeypatch.setattr("mmspec.app.caption.command.build_captioner", lambda config, process: loaded.append(config))
+    monkeypatch.setattr(ray_job, "RowCaptioner", lambda config, model: config)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    for model, expected in (("../models/m", str(tmp_path / "models" / "m")), ("owner/name", "owner/name")):
+        config = CaptionConfig((".",), model, drafter="none")
+        worker: Any = CaptionWorker(config, str(tmp_path / "gone"))
+        assert (loaded[-1].model, loaded[-1].drafter) == (expected, "none") and worker._captioner.model == model
+    assert os.getcwd() == str(tmp_path)
 
 
 def plan_tasks(

@@ -26,7 +26,6 @@ from mmspec.drafters.training.losses import LossAndMetrics, LossInputs, RolloutC
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import SharedEmbeddings
 
 
 class FalconHead(EagleHead):
@@ -183,7 +182,7 @@ def falcon_loss(given: LossInputs) -> LossAndMetrics:
     if (share := GLANCE_RATIO * (1 - given.progress.fraction)) > 0:
         with torch.no_grad():
             outputs = _BlockCache(head, data, block).forward(data.inputs)
-            glanced = _glance_mask(outputs, data, given.shared_embeddings, block, k, share, given.progress.rng)
+            glanced = _glance_mask(outputs, data, given, block, k, share)
     label_inputs = head.fuse(shift(data.next_embeds, k), shift(data.target_hidden, k - 1))
     inputs = torch.where(glanced[..., None], label_inputs, data.inputs)
     cache = _BlockCache(head, data, block)
@@ -202,25 +201,24 @@ def falcon_loss(given: LossInputs) -> LossAndMetrics:
 def _glance_mask(
     outputs: Tensor,
     data: HeadInputsAndLabels,
-    shared_embeddings: SharedEmbeddings,
+    given: LossInputs,
     block: Tensor,
     k: int,
     share: float,
-    rng: torch.Generator,
 ) -> Tensor:
     """[B, n] bool, positions that receive their label: a first part, never all, of randomly chosen blocks.
 
     Args:
         outputs: [B, n, D] of a first forward.
         data: of the batch.
-        shared_embeddings: of the target.
+        given: of the loss.
         block: [n] int64 block of each position.
         k: block size.
         share: of the wrong positions.
-        rng: random generator.
     """
     mask, target_hidden = data.loss_mask_at(k - 1), shift(data.target_hidden, k - 1)
-    predicted, labels = (shared_embeddings.logits(states).argmax(-1) for states in (outputs, target_hidden))
+    logits_of, ids, rng = given.shared_embeddings.logits_of, given.draft_model.draft_ids, given.progress.rng
+    predicted, labels = (logits_of(states, ids).argmax(-1) for states in (outputs, target_hidden))
     is_wrong = (predicted != labels) & mask
     rate = share * is_wrong.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     num_blocks = int(block[-1]) + 1

@@ -375,9 +375,11 @@ def test_glancing_replaces_a_decreasing_first_part_of_blocks(target: FakeTarget)
     for share in (0.4, 0.2, 0.01):
         num_glanced = torch.zeros_like(learn, dtype=torch.long)
         for seed in range(60):
-            one = training_blocks._glance_mask(
-                data.inputs, data, target.shared_embeddings, block, 3, share, torch.Generator().manual_seed(seed)
+            progress = TrainProgress(rng=torch.Generator().manual_seed(seed))
+            given = LossInputs(
+                DraftModel(head, "decoupled"), batch, target.shared_embeddings, torch.zeros(32), progress=progress
             )
+            one = training_blocks._glance_mask(data.inputs, data, given, block, 3, share)
             assert not (one & ~learn).any()
             for start in range(0, data.inputs.shape[1] - 2, 3):
                 glanced, learned = one[:, start : start + 3], learn[:, start : start + 3]
