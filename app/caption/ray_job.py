@@ -159,8 +159,8 @@ class CaptionWorker:
         if os.path.isdir(folder):
             os.chdir(folder)
         else:
-            at = {name: os.path.abspath(os.path.join(folder, getattr(config, name))) for name in ("model", "drafter")}
-            located = replace(config, **{name: path for name, path in at.items() if os.path.isdir(path)})
+            model, drafter = (_found_from(folder, name) for name in (config.model, config.drafter))
+            located = replace(config, model=model, drafter=drafter)
         hide_progress_bars(False)
         self._config, self._decoders, self._lock = config, DecoderPool(), threading.Lock()
         self._captioner = RowCaptioner(config, build_captioner(located, ProcessInfo()))
@@ -178,6 +178,12 @@ class CaptionWorker:
         if not self._config.stores_pictures:
             items = [[replace(item, content=None) for item in batch] for batch in items]
         return list(zip(rows, items, strict=True))
+
+
+def _found_from(folder: str, name: str) -> str:
+    """The absolute path of a folder named from `folder`; a name of something else as it is."""
+    path = os.path.abspath(os.path.join(folder, name))
+    return path if os.path.isdir(path) else name
 
 
 def check_nodes() -> None:
