@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import transformers
 import mmspec
 from mmspec.app.cli.main import build_parser
 from mmspec.app.scenes import examples, load_scenes_model
+from mmspec.drafters.checkpoints.published_heads import published_heads
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -77,6 +79,26 @@ def test_figures_are_those_of_the_results() -> None:
             rows = [line for line in results if re.match(rf"\|  ?`?{name}\b", line)]
             rows += [line for line in results if line.startswith(f"| {model.partition(',')[0]}")]
             assert not cell or [line for line in rows if cell in re.findall(r"[\d.]+", line)], (name, cell)
+
+
+def test_published_heads_are_those_of_the_list() -> None:
+    """Every method that the table names for a model has a head of it that is read."""
+    table = TEXT.partition("| draft heads |")[2].partition("\n\n")[0].splitlines()[2:]
+    heads = [head for head in published_heads().values() if head.refused is None]
+    targets = [(head.method, target.lower()) for head in heads for target in head.targets]
+    assert len(table) == 6
+    assert ("no published head has been run yet" in TEXT) is not any(head.weights for head in heads)
+    for row in table[:-1]:  # the last one: heads of models' authors, docs/drafters.md
+        methods, models = (cell.strip().split(", ") for cell in row.strip("|").split("|"))
+        for method in methods:
+            read = [target for name, target in targets if name == method.lower().replace("-", "")]
+            assert not [model for model in models if not any(model.lower() in target for target in read)], row
+
+
+def test_versions_are_those_of_the_package() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    torch, ours = re.search(r"torch ([\d.]+) and transformers ([\d.]+), or newer", TEXT).groups()  # type: ignore[union-attr]
+    assert {f"torch>={torch}", f"transformers>={ours},<6"} <= {*needed}
 
 
 def test_the_docs_are_not_too_long() -> None:
