@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
+from mmspec.app.caption.options import SUFFIX_FORMATS, caption_help, choose_format
 from mmspec.app.caption.options import add_options as add_options
-from mmspec.app.caption.options import caption_help, choose_format
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.caption.schema import build_grammar, check_schema, schema_columns
 from mmspec.app.caption.variants import check_variants
@@ -85,7 +85,10 @@ def build_config(args: argparse.Namespace) -> CaptionConfig:
         UsageError: no input or model, a bad file of options, a name that nothing has.
     """
     found = {} if args.config is None else read_options(args.config, CaptionConfig, "paths")
-    found |= given(CaptionConfig, args) | ({"paths": tuple(args.paths)} if hasattr(args, "paths") else {})
+    line = given(CaptionConfig, args) | ({"paths": tuple(args.paths)} if hasattr(args, "paths") else {})
+    if Path(line.get("out", "")).suffix.lower() in SUFFIX_FORMATS:  # which then says the format, not the file
+        found.pop("format", None)
+    found |= line
     found |= read_settings(CaptionConfig, args.set or ())
     if not found.get("model"):
         raise UsageError(CHOOSE_MODEL)
@@ -94,6 +97,7 @@ def build_config(args: argparse.Namespace) -> CaptionConfig:
     found["format"] = choose_format(found.get("format"), found.get("out", "-"))
     found |= {
         "stop": tuple(filter(None, found.get("stop", ()))),
+        "ban_words": tuple(map(str.strip, found.get("ban_words", ()))),
         "pixel_limit": max(MAX_PIXELS, found.get("max_pixels") or 0),
     }
     config = CaptionConfig(**found)
@@ -216,7 +220,7 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
             f"--format {config.format} is for one process, and WORLD_SIZE is {process.world_size}: start several with "
             "--shard I/N instead; for one, unset RANK and WORLD_SIZE"
         )
-    if config.fields is not None:
+    if config.fields:
         raise UsageError(f"--fields names columns, and --format {config.format} has none: leave one of them away")
     folder = None if config.out == "-" else Path(config.out)
 

@@ -69,17 +69,18 @@ class CaptionConfig(CaptionOptions):
 
     def to_run_again(self) -> dict[str, Any]:
         """The options of the file beside an output: all that are set, with paths that do not depend on the folder."""
+        from mmspec.app.io.content import is_local
 
         def absolute(name: str) -> str:
             return os.path.abspath(name) if os.path.exists(name) else name
 
         found = {name: getattr(self, name) for name, one in described(CaptionConfig).items() if one.in_file}
-        found |= {name: absolute(found[name]) for name in ("model", "drafter", "root", "report") if found[name]}
+        found |= {name: absolute(found[name]) for name in ("model", "drafter", "root") if found[name]}
+        found |= {"report": os.path.abspath(self.report)} if self.report else {}
         found |= {"out": os.path.abspath(self.out) if self.out != "-" else "-", "shard": "{}/{}".format(*self.shard)}
         found |= {"compare": "all"} if self.compare < 0 else {}
-        return {"paths": [absolute(path) for path in self.paths]} | {
-            name: value for name, value in found.items() if value not in ((), {})
-        }
+        paths = [os.path.join(os.getcwd(), path) if is_local(path) else path for path in self.paths]
+        return {"paths": paths} | {name: value for name, value in found.items() if value not in ((), {})}
 
     def columns(self) -> tuple[str, ...]:
         """The columns of the rows.
@@ -89,7 +90,7 @@ class CaptionConfig(CaptionOptions):
         """
         from mmspec.app.io.columns import ROW_COLUMNS, choose_columns
 
-        own = tuple(ROW_COLUMNS) if self.fields is None else choose_columns(self.fields, bool(self.compare))
+        own = choose_columns(self.fields, bool(self.compare)) if self.fields else tuple(ROW_COLUMNS)
         return (*own, *schema_columns(self.json_schema))
 
     def sampling(self) -> Sampling:

@@ -111,7 +111,11 @@ class CaptionOptions(TableOptions):
     start: str | None = _text(None, "how every answer begins; the model goes on from there", _CAPTIONS)
     hide_start: bool = option(False, "leave the --start out of the caption", _SET, decides="if set")
     ban_words: tuple[str, ...] = _text(
-        (), "a file of words, one a line, that no caption has", _SET, "FILE", parse=parse.read_words
+        (),
+        "a file of words, one a line, that the model does not write, nor capitalised",
+        _SET,
+        "FILE",
+        parse=parse.read_words,
     )
     json_schema: str | None = _text(
         None,
@@ -136,8 +140,8 @@ class CaptionOptions(TableOptions):
         _OUTPUT,
         choices=FORMATS,
     )
-    fields: tuple[str, ...] | None = _text(
-        None,
+    fields: tuple[str, ...] = _text(
+        (),
         "columns of rows, by commas, besides id, caption, prompt_sha1, error, index and file_stamp (default: all)",
         _OUTPUT,
         "A,B",

@@ -70,7 +70,7 @@ def caption_help() -> str:
     return f"settings, as in --set top_k=20 threads=8\n{list_settings(CaptionConfig)}\n\n{EPILOG}"
 
 
-SUFFIX_FORMATS = {".csv": "csv", ".parquet": "parquet", ".tar": "webdataset"}
+SUFFIX_FORMATS = {".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".tar": "webdataset"}
 COMPRESSED_SUFFIXES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tbz", ".tgz", ".txz", ".xz", ".zip", ".zst")
 _OTHERS = """
 .arrow .avro .db .feather .h5 .hdf5 .htm .html .ipc .lance .md .npy .npz .orc .pickle .pkl .pq .sqlite .sqlite3

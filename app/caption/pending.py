@@ -58,7 +58,7 @@ def is_replaced(item: Item, row: Finished, config: CaptionConfig) -> bool:
 
 
 def check_row(item: Item, row: Finished, config: CaptionConfig) -> None:
-    """Refuse a row that exists and was captioned with another prompt, or is about another file.
+    """Refuse a row that exists and has a caption for another prompt, or is about another file.
 
     Raises:
         UsageError: it was.
@@ -73,7 +73,7 @@ def check_row(item: Item, row: Finished, config: CaptionConfig) -> None:
             f"the file of {short_repr(item.id)} was replaced since it was captioned, and shards do not change: use "
             "another --out, or --overwrite"
         )
-    if item.template:  # its answers, and so its prompt, are not known yet
+    if item.template or row.has_error:  # whose prompt is not known yet; or was the error
         return
     prompts = (item.resolve_prompt(config.prompt, is_video) for is_video in (False, True))  # by content, not known here
     if row.prompt_sha1 is not None and row.prompt_sha1 not in map(prompt_sha1, prompts):

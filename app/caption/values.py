@@ -26,7 +26,7 @@ def read_prompts(path: str) -> tuple[str, ...]:
 
 def read_words(path: str) -> tuple[str, ...]:
     """The lines of a file of words; errors as of `read_prompts`."""
-    return tuple(line.strip() for line in _read_lines(path, "a word", ""))
+    return _read_lines(path, "a word", "")
 
 
 def _read_lines(path: str, what: str, advice: str) -> tuple[str, ...]:

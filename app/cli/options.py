@@ -205,14 +205,14 @@ def _value(one: Option, value: Any, where: str) -> Any:
         if not isinstance(value, bool):
             raise UsageError(f"{where} is true or false, got {value!r:.80}")
         return one.optional if one.optional is not MISSING else value
-    if isinstance(value, list) and isinstance(one.default, tuple | None) and not one.many:  # of a file: its lines
+    if isinstance(value, list) and one.default == () and not one.many:  # of a file: its lines
         return _texts(value, where)
     try:
         if one.many:
             return tuple(map(one.parse, _texts(value, where)))
         if isinstance(value, bool | list):
             raise argparse.ArgumentTypeError(f"takes a text or a number, got {value!r:.80}")
-        parsed = one.parse(json.dumps(value) if isinstance(value, dict) else str(value))
+        parsed = one.parse(json.dumps(value, default=str) if isinstance(value, dict) else str(value))
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise UsageError(f"{where} {one_line(error, 200)}") from error
     if one.choices is not None and parsed not in one.choices:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
 from mmspec.app.io.cells import is_missing
+from mmspec.app.io.fields import normalized
 from mmspec.app.io.text import GENERIC_TOKENS
 
 TURN_KEYS = ("conversations", "messages", "conversation", "input")
 """Where a record holds a conversation."""
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
-
-
-def normalized(name: str) -> str:
-    """A column's name without case, spaces and dashes: "File Name" and "file_name" are one."""
-    return name.strip().casefold().replace(" ", "_").replace("-", "_")
 
 
 def record_columns(row: dict[str, Any], file_columns: tuple[str, ...]) -> dict[str, Any]:
@@ -42,20 +40,28 @@ def _within(columns: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
 def _annotated(annotations: Any) -> dict[str, Any]:
     """What people wrote and chose in Label Studio, by the names of its controls: of the first annotation with any."""
     for one in annotations if isinstance(annotations, list) else ():
-        results = one.get("result") if isinstance(one, dict) else None
+        results = one.get("result") if isinstance(one, dict) and not one.get("was_cancelled") else None
         found: dict[str, Any] = {}
         for result in results if isinstance(results, list) else ():
             value = result.get("value") if isinstance(result, dict) else None
-            text = value.get("text", value.get("choices")) if isinstance(value, dict) else None
-            if text is not None and isinstance(name := result.get("from_name"), str):
-                found.setdefault(normalized(name), text)
+            text = value.get("text", value.get(result.get("type"))) if isinstance(value, dict) else None
+            if text is not None and isinstance(name := result.get("from_name"), str):  # of each region
+                found.setdefault(normalized(name), []).extend(text if isinstance(text, list) else [text])
         if found:
             return found
     return {}
 
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:
-    return {normalized(str(name)): value for name, value in reversed(row.items()) if not is_missing(value)}
+    return {normalized(str(name)): _chosen(value) for name, value in reversed(row.items()) if not is_missing(value)}
+
+
+def _chosen(cell: Any) -> Any:
+    """What a cell holds; of one of Label Studio's tables with several choices or texts, `{"choices": [...]}`, these."""
+    if isinstance(cell, str) and cell.startswith(('{"choices":', '{"text":')):
+        with suppress(ValueError, RecursionError):
+            cell = json.loads(cell)
+    return next(iter(cell.values())) if isinstance(cell, dict) and list(cell) in (["choices"], ["text"]) else cell
 
 
 def is_empty(cell: Any) -> bool:

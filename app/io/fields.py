@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.io.text import decode_text, is_valid
+from mmspec.app.errors import one_line
+from mmspec.app.io.text import decode_text
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import Item
@@ -29,12 +32,20 @@ PATH_FIELDS: dict[str, Callable[[str], str]] = {
     "folder": lambda path: os.path.basename(os.path.dirname(path)),
 }
 """What the path of a picture says."""
-_FIELD = re.compile(r"\{\{([^\W\d][\w .-]*)\}\}|\{([^\W\d][\w .-]*)\}")
+_NAME = r'([^\W\d][^{}"\n:,;|=]*)'
+"""As people name columns, "Tags (en)", in any script; not JSON, nor a choice of words."""
+_FIELD = re.compile(rf"\{{\{{{_NAME}\}}\}}|\{{{_NAME}\}}")
 _ANSWER = re.compile(r"answer([1-9]\d{0,3})")
 
 
 class MissingFieldError(Exception):
     """A row has not the field of this name."""
+
+
+def normalized(name: str) -> str:
+    """A field's or column's name without case, blanks, dashes and forms of Unicode: "File Name" and "file_name" are
+    one."""
+    return "_".join(unicodedata.normalize("NFC", name).casefold().replace("-", " ").split())
 
 
 def field_names(text: str) -> list[str]:
@@ -68,7 +79,7 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 def field_text(value: Any) -> str | None:
     """A cell as text: numbers as they are written, lists with commas; None of what is empty or no text."""
     if isinstance(value, str):
-        return value.strip() or None
+        return "\n".join(value.splitlines()).strip() or None
     if isinstance(value, float):
         return None if value != value else str(int(value)) if value.is_integer() else str(value)
     if isinstance(value, bool | int):
@@ -89,38 +100,38 @@ def field_texts(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, s
     return {field: text for field, text in texts.items() if text is not None}
 
 
-def wanted(fields: Iterable[str], names: Iterable[str], key: Callable[[str], str] = str) -> dict[str, str]:
-    """Field -> the name of what a source has, for the fields that it has.
-
-    Args:
-        key: under which names of both are compared.
-    """
-    known = {key(name): name for name in reversed(list(names))}
+def wanted(fields: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Field -> the name of what a source has, for the fields that it has."""
+    known = {normalized(name): name for name in reversed(list(names))}
     if ANY_FIELD in fields:
         return {name: name for name in known.values()}
-    return {field: known[key(field)] for field in fields if key(field) in known}
+    return {field: known[normalized(field)] for field in fields if normalized(field) in known}
 
 
 def add_fields(item: Item, fields: tuple[str, ...]) -> Mapping[str, str]:
-    """The fields of a row: those that its source gave, and what lies beside its picture or its path says."""
+    """The fields of a row: those that its source gave, and what lies beside its picture or its path says.
+
+    Raises:
+        ValueError: the text file of a field cannot be read; one line.
+    """
     values = dict(item.fields)
     name = os.path.abspath(item.path) if item.content is None else item.file_name or item.id
     if ANY_FIELD in fields:
         keys = _json_beside(item) if item.content is None else {}
-        return {**add_fields(item, ("caption",)), **dict.fromkeys((*keys, *PATH_FIELDS), "")}
+        return {**add_fields(item, ("caption", *PATH_FIELDS)), **dict.fromkeys(keys, "")}
     beside: dict[str, Any] | None = None
     for field in fields:
         if field in values:
             continue
-        found: str | None = None
+        found, key = None, normalized(field)
         if item.content is None:
-            suffixes = TEXT_SUFFIXES.get(field, (f".{field}",))
-            found = next(filter(None, (_read_beside(item, suffix) for suffix in suffixes)), None)
+            suffixes = TEXT_SUFFIXES.get(key, (f".{field}",))
+            found = next(filter(None, (field_text(_read_beside(item, suffix)) for suffix in suffixes)), None)
             if found is None:
                 beside = _json_beside(item) if beside is None else beside
-                found = field_text(beside.get(field))
-        if found is None and field in PATH_FIELDS:
-            found = PATH_FIELDS[field](name) or None
+                found = field_texts(beside, wanted((field,), beside)).get(field)
+        if found is None and key in PATH_FIELDS:
+            found = PATH_FIELDS[key](name) or None
         if found is not None:
             values[field] = found
     return values
@@ -128,30 +139,33 @@ def add_fields(item: Item, fields: tuple[str, ...]) -> Mapping[str, str]:
 
 def _json_beside(item: Item) -> dict[str, Any]:
     """The object of `photo.json`, or of `photo.jpg.json` as downloaders write it."""
-    for suffix in (".json", f"{item.path.suffix}.json"):
-        try:
-            found = json.loads(_read_beside(item, suffix) or "null")
-        except (ValueError, RecursionError):
-            continue
+    with suppress(ValueError, RecursionError):
+        found = json.loads(_read_beside(item, ".json") or "null")
         if isinstance(found, dict):
             return found
     return {}
 
 
 def _read_beside(item: Item, suffix: str) -> str | None:
-    """The text of the file with the picture's name and another suffix; None if there is no short text."""
+    """The text of `photo.jpg.txt`, as downloaders write it, else of `photo.txt`; None if there is neither.
+
+    Raises:
+        ValueError: it cannot be read, is large, or no text.
+    """
     from mmspec.vision.video.containers import FileBelow, open_regular_file
 
-    def sibling(name: str) -> str:
-        return os.path.splitext(name)[0] + suffix
-
-    path = sibling(str(item.path)) if item.below is None else FileBelow(item.below.folder, sibling(item.below.name))
-    if not os.path.lexists(path):  # most fields have no file
-        return None
-    try:
-        with os.fdopen(open_regular_file(path), "rb") as stream:
-            data = stream.read(MAX_FIELD_BYTES + 1)
-        text = decode_text(data).strip() if len(data) <= MAX_FIELD_BYTES else ""
-    except (OSError, ValueError):
-        return None
-    return text if text and is_valid(text) else None
+    for cut in (str, lambda name: os.path.splitext(name)[0]):
+        below, path = item.below, f"{cut(str(item.path))}{suffix}"
+        if not os.path.lexists(path):  # most fields have no file
+            continue
+        try:
+            file = path if below is None else FileBelow(below.folder, f"{cut(below.name)}{suffix}")
+            with os.fdopen(open_regular_file(file), "rb") as stream:
+                data = stream.read(MAX_FIELD_BYTES + 1)
+            if len(data) > MAX_FIELD_BYTES:
+                raise ValueError(f"it has more than {MAX_FIELD_BYTES} bytes")
+            return decode_text(data)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or one_line(error, 120)
+            raise ValueError(f"{os.path.basename(path)}: {reason}") from error
+    return None

@@ -221,10 +221,11 @@ class Inputs:
         Raises:
             UsageError: of listed inputs none has, of others none of the first.
         """
-        lacking = dict.fromkeys(self.options.fields)
+        lacking, fault = dict.fromkeys(self.options.fields), ""
         rows = self.rows(lambda ident: False)
         while lacking and (item := next(rows, None)) is not None and (self.is_listed or item.index < MAX_FIELD_ROWS):
             lacking = {name: None for name in lacking if name not in item.fields}
+            fault = fault or (f"; {item.content.message}" if isinstance(item.content, Unreadable) else "")
         if not lacking:
             return
         everything = Inputs(self.paths, replace(self.options, fields=(ANY_FIELD,)), self._output_files)
@@ -232,7 +233,7 @@ class Inputs:
         known, name = list(dict.fromkeys(name for item in shown for name in item.fields)), next(iter(lacking))
         raise UsageError(
             f"no row has the field {name!r:.60} that the prompt names{did_you_mean(name, known)}; rows have "
-            f"{listed(known)}; {{{{{name:.20}}}}} stands for the text in braces"
+            f"{listed(known)}{fault:.160}; {{{{{name:.20}}}}} stands for the text in braces"
         )
 
     def left_out(self, listed: bool | None = None) -> list[str]:
@@ -265,9 +266,13 @@ class Inputs:
                     name = name_below(os.path.abspath(item.path), base)
                     subject = relative_name(item.path, self.options.place)
                 ident = item.id or subject
-                fault = item.content.message if isinstance(item.content, Unreadable) else None
-                values = add_fields(item, self.options.fields) if self.options.fields else item.fields
-                key, content = hash((subject, item.prompt, fault, *values.values())), item.content
+                values, content = item.fields, item.content
+                try:
+                    values = add_fields(item, self.options.fields) if self.options.fields else values
+                except ValueError as error:
+                    content = Unreadable("BadText", str(error))
+                fault = content.message if isinstance(content, Unreadable) else None
+                key = hash((subject, item.prompt, fault, *values.values()))
                 if ident in known:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)

@@ -12,7 +12,8 @@ from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import FILE_COLUMNS, MEDIA_SUFFIXES, short_repr
-from mmspec.app.io.conversations import TURN_KEYS, normalized
+from mmspec.app.io.conversations import TURN_KEYS
+from mmspec.app.io.fields import normalized
 from mmspec.app.io.images import IMAGE_SUFFIXES
 from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.left_out import LeftOut
@@ -233,7 +234,7 @@ def _named(key: str, record: dict[str, Any], text: ListText) -> dict[str, Any]:
     if any(normalized(name) in _file_columns(text) for name in record):
         return record
     folder = text.options.root or text.path.parent
-    names = [key, *(f"{key}{suffix}" for suffix in sorted(IMAGE_SUFFIXES))]
+    names = [key, *(f"{key}{suffix}" for one in sorted(IMAGE_SUFFIXES) for suffix in (one, one.upper()))]
     if os.path.splitext(key)[1].lower() not in MEDIA_SUFFIXES:
         names = [name for name in names[1:] if os.path.lexists(os.path.join(folder, name))]
     return {FILE_COLUMNS[0]: names[0]} | record if names else record

@@ -12,7 +12,7 @@ from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import FILE_COLUMNS, MEDIA_SUFFIXES
-from mmspec.app.io.conversations import normalized
+from mmspec.app.io.fields import normalized
 from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.list_text import MAX_LINE_CHARS, ListText, Numbered
 

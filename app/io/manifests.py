@@ -26,8 +26,8 @@ from mmspec.app.io.cells import (
     whole_number,
 )
 from mmspec.app.io.content import ByteRange, Unreadable
-from mmspec.app.io.conversations import conversation, is_empty, normalized, record_columns
-from mmspec.app.io.fields import field_texts, wanted
+from mmspec.app.io.conversations import conversation, is_empty, record_columns
+from mmspec.app.io.fields import field_texts, normalized, wanted
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.list_json import json_records
@@ -125,7 +125,7 @@ class _Entries:
             owns_id=ident is not None,
             prompt=prompt or None,
             answer=answer if isinstance(answer, str) and answer else None,
-            fields=field_texts(columns, wanted(self.options.fields, columns, normalized)),
+            fields=field_texts(columns, wanted(self.options.fields, columns)),
         )
 
     def _add_empty(self, number: int, row: dict[str, Any], is_known: bool) -> None:

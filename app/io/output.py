@@ -23,6 +23,8 @@ from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
 from mmspec.app.io.job_metadata import Settings, is_overwriting, write_settings
 from mmspec.app.io.jsonl import Row
+from mmspec.app.io.text import escaped_values
+from mmspec.messages import printable
 
 
 def subject_hash(file_name: str) -> int:
@@ -171,8 +173,8 @@ class Output:
             self._prepare(retry_errors)
             self._wrote_metadata = write_settings(self.metadata_path, self.job.settings, self.job.overwrite)
             if self.job.options is not None and self.job.rank == 0:
-                text = f"# mmspec caption --config {self.options_path.name}\n{to_toml(self.job.options)}"
-                jsonl.replace_file(self.options_path, text.encode())
+                head = f"# mmspec caption --config {printable(self.options_path.name)}\n"
+                jsonl.replace_file(self.options_path, f"{head}{to_toml(escaped_values(self.job.options))}".encode())
 
     def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
         """Append rows; on return they are durable. `items` are the inputs that they are about, in the same order."""

@@ -18,7 +18,6 @@ from typing import Any
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import IMAGE_COLUMNS, Reach, cell_content, is_missing, listed, whole_number
 from mmspec.app.io.content import Unreadable, open_source
-from mmspec.app.io.conversations import normalized
 from mmspec.app.io.fields import field_texts, wanted
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.streams import StreamedSource, explain
@@ -108,7 +107,7 @@ class Columns:
             if name is not None and name not in names:
                 raise UsageError(f"{what} has no column {name!r} (--{flag}-column); it has {listed(names)}")
         others = [name for name in names if name != self.image]
-        self.options, self.fields = options, wanted(options.fields, others, normalized)
+        self.options, self.fields = options, wanted(options.fields, others)
 
     @property
     def light(self) -> list[str]:

@@ -119,7 +119,7 @@ GREEDY = Sampling()
 
 
 def banned_tokens(tokenizer: Any, words: Sequence[str], name: str) -> list[list[int]]:
-    """The sequences of tokens of words: at the start of a text, after a space, within a word.
+    """The sequences of tokens of words, as they are and capitalised: at the start of a text, after a space, in a word.
 
     Args:
         name: of the model, for messages.
@@ -127,18 +127,23 @@ def banned_tokens(tokenizer: Any, words: Sequence[str], name: str) -> list[list[
     Raises:
         UsageError: a word that has no tokens of its own.
     """
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
     found: list[list[int]] = []
-    line = tokenizer("\n", add_special_tokens=False).input_ids
+    line, others = encode("\n"), set(tokenizer.all_special_ids)  # the unknown token among them
     for word in words:
-        sequences = [tokenizer(f"{start}{word}", add_special_tokens=False).input_ids for start in ("", " ", "\n")]
-        sequences[2] = sequences[2][len(line) :] if sequences[2][: len(line)] == line else []
-        spaces: tuple[list[int], ...] = (tokenizer(" ", add_special_tokens=False).input_ids, [])
-        known = [ids for ids in sequences if ids not in spaces and tokenizer.unk_token_id not in ids]
+        forms = dict.fromkeys((word, word[:1].upper() + word[1:]))
+        sequences = [encode(f"{start}{form}") for form in forms for start in ("", " ")]
+        lines = [encode(f"\n{form}") for form in forms]
+        sequences += [ids[len(line) :] for ids in lines if ids[: len(line)] == line]
+        known = [ids for ids in sequences if ids not in (encode(" "), []) and others.isdisjoint(ids)]
         if not known:
             raise UsageError(
                 f"--ban-words: {word!r:.60} is no token of {name}, nor several: leave it out, or write it another way"
             )
-        found += [list(ids) for ids in known if list(ids) not in found]
+        found += [ids for ids in known if ids not in found]
     return found
 
 

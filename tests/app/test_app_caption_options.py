@@ -16,12 +16,13 @@ from test_app_prompts import THINKING_TEMPLATE
 from test_app_variants import rows
 
 import mmspec
-from mmspec.app.caption.command import build_config
-from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.command import build_config, build_output
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.loops import without_loop
 from mmspec.app.cli.main import build_parser, main
 from mmspec.app.errors import UsageError
 from mmspec.app.io.decode import decode_item
+from mmspec.app.io.text import escaped
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_chat
 from mmspec.app.modeling.prompt_format import ChatFormat
@@ -158,6 +159,8 @@ def test_words_that_cannot_be_banned_are_found_before_the_weights(folder: Path, 
     _, processor = random_model("tiny")
     found = [processor.tokenizer.decode(ids).strip() for ids in banned_tokens(processor.tokenizer, ["red"], "m")]
     assert found and set(found) == {"red"}
+    with pytest.raises(UsageError, match="is no token of m"):  # which generate would not ban, and no caption shows
+        banned_tokens(processor.tokenizer, ["red", processor.tokenizer.eos_token], "m")
     (folder / "w.txt").write_text("red\n漢字\n")
     assert main(["caption", "p", "--model", "tiny", "--ban-words", "w.txt", "--no-progress"]) == 2
     assert "--ban-words: '漢字' is no token of --model tiny, nor several" in capsys.readouterr().err
@@ -249,12 +252,53 @@ def test_files_of_options_as_editors_write_them(folder: Path, encoding: str, cap
     assert json.loads(found.json_schema or "") == {"type": "object", "title": "Café"}
 
 
+@pytest.mark.parametrize("name", ["p/*.png", "{p,q}", "./p", "s3://bucket/{a,b}.tar", "hf://datasets/a/b", "p\udcff/"])
+def test_paths_of_a_file_do_not_depend_on_the_folder(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Globs and braces are no files, and a name may be no text; of a report the folder is not there yet."""
+    options = config(name, "--model", "m", "--report", "r", "--out", "o.jsonl")
+    output = build_output(options, ProcessInfo())
+    output.open()
+    output.begin(False)
+    text = (folder / "o.job.toml").read_text(encoding="utf-8")
+    output.close([], complete=False)
+    (path,) = tomllib.loads(text)["paths"]
+    (folder / "o.job.toml").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(folder / "p")
+    again = config("--config", folder / "o.job.toml")
+    assert again.paths == (path,) and again.report == str(folder / "r") and again.out == str(folder / "o.jsonl")
+    assert path == (name if "://" in name else f"{folder}/{escaped(name)}")
+
+
+@pytest.mark.parametrize(
+    ("first", "out", "form"),
+    [
+        ("o.jsonl", "x.csv", "csv"),
+        ("o.csv", "x.jsonl", "jsonl"),
+        ("o.csv", "x", "csv"),
+        ("o.jsonl", "x.tar", "webdataset"),
+    ],
+)
+def test_another_output_has_the_format_of_its_suffix(folder: Path, first: str, out: str, form: str) -> None:
+    assert run_fake("--out", first)[0] == 0
+    (file,) = folder.glob("*.job.toml")
+    assert config("--config", file, "--out", out).format == form
+    assert config("--config", file, "--out", out, "--format", "txt").format == "txt"
+
+
 def test_settings_have_flags_too(folder: Path) -> None:
     job = ("p", "--model", "m", "--temperature", "1")
     flags = config(*job, "--top-p", "0.9", "--threads", "2", "--cut-loops")
     assert config(*job, "--set", "top_p=0.9", "threads=2", "cut_loops") == flags
     with pytest.raises(UsageError, match=r"--set top_q is no setting.*did you mean 'top_p'"):
         config(*job, "--set", "top_q=1")
+
+
+def test_values_of_toml(folder: Path) -> None:
+    lines = ['paths = "p"', 'model = "m"', 'ban_words = ["red ", " blue"]', 'fields = ["gen", "index"]']
+    (folder / "job.toml").write_text("\n".join([*lines, "[chat_template_kwargs]", "date = 2026-01-02", "n = [1]"]))
+    found = config("--config", "job.toml")
+    assert (found.ban_words, found.fields) == (("red", "blue"), ("gen", "index"))
+    assert found.chat_template_kwargs == {"date": "2026-01-02", "n": [1]}
 
 
 def test_the_command_line_has_precedence(folder: Path) -> None:
@@ -275,6 +319,8 @@ def test_the_command_line_has_precedence(folder: Path) -> None:
         ("cut_loops = 1", "cut_loops is true or false, got 1"),
         ("stop = [1]", "stop is a text or a list of texts"),
         ("max_pixels = true", "max_pixels takes a text or a number, got True"),
+        ("prompt = ['a']", "prompt takes a text or a number, got ['a']"),
+        ("shard = [0, 2]", "shard takes a text or a number, got [0, 2]"),
         ("a = [", "cannot read --config job.toml: "),
         ("[captions]\nseed = 1", "no option 'captions'"),
         (None, "cannot read --config job.toml: No such file"),

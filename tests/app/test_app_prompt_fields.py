@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ LABEL_STUDIO = [
                 "result": [
                     {"value": {"text": ["a dog on grass"]}, "from_name": "caption", "to_name": "i", "type": "textarea"},
                     {"value": {"choices": ["dog", "grass"]}, "from_name": "tags", "to_name": "i", "type": "choices"},
+                    {"value": {"rating": 4}, "from_name": "stars", "to_name": "i", "type": "rating"},
+                    {"value": {"x": 1, "rectanglelabels": ["dog"]}, "from_name": "box", "type": "rectanglelabels"},
+                    {"value": {"x": 9, "rectanglelabels": ["ball"]}, "from_name": "box", "type": "rectanglelabels"},
                 ],
             }
         ],
@@ -44,10 +49,15 @@ LABEL_STUDIO = [
     },
     {
         "id": 8,
-        "annotations": [],
+        "annotations": [{"was_cancelled": True, "result": [{"value": {"text": ["skipped"]}, "from_name": "caption"}]}],
         "data": {"image": "/data/local-files/?d=upload/2.png", "caption": "a cat", "tags": "cat"},
     },
 ]
+LABEL_STUDIO_MIN = [
+    {"image": "/data/upload/1.png", "id": 7, "caption": "a dog on grass", "tags": {"choices": ["dog", "grass"]}},
+    {"image": "/data/local-files/?d=upload%2F2.png", "id": 8, "caption": {"text": ["a cat"]}, "tags": "cat"},
+]
+"""JSON-MIN; its CSV has the objects as JSON in their cells."""
 EXPECTED = ["old: a dog on grass (dog, grass)", "old: a cat (cat)"]
 PROMPT = "old: {caption} ({tags})"
 
@@ -80,26 +90,59 @@ def test_columns_of_excel(folder: Path) -> None:
     assert prompts("upload/list.csv", "old: {Caption} ({tags})", limit=1) == EXPECTED[:1]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Größe (cm)", "tags/en", "artist's name", "Is it a dog?", "टैग", "标签", "meta.tags", "Tags\u00a0 (en)", "a&b #2"],
+)
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_names_as_people_write_them(folder: Path, name: str, form: str) -> None:
+    """A name that is taken for mere text would be in the prompt as it is, and nobody would notice."""
+    text = f"file_name;{unicodedata.normalize(form, name)}\r\n1.png;x\r\n"
+    (folder / "upload" / "list.csv").write_bytes(text.encode("utf-16"))
+    for typed in (name, unicodedata.normalize("NFD", name), name.upper().replace("\u00a0 ", " ")):
+        assert prompts("upload/list.csv", f"a {{{typed}}} b") == ["a x b"]
+    (folder / "upload" / "1.json").write_text(json.dumps({name: "y"}))
+    assert prompts("upload/1.png", f"a {{{name}}} b") == ["a y b"]
+
+
 @line("metadata of kohya's scripts, by the names of pictures")
-def test_metadata_of_kohya(folder: Path) -> None:
+@pytest.mark.parametrize("suffix", [".png", ".PNG"])
+def test_metadata_of_kohya(folder: Path, suffix: str) -> None:
+    (folder / "upload" / "1.png").rename(folder / "upload" / f"1{suffix}")
     (folder / "upload" / "meta_clean.json").write_text(json.dumps(KOHYA))
     assert prompts("upload/meta_clean.json") == EXPECTED
 
 
 @line("Label Studio's paths: `/data/upload/...`, `/data/local-files/?d=...`")
-def test_an_export_of_label_studio(folder: Path) -> None:
-    (folder / "export.json").write_text(json.dumps(LABEL_STUDIO))
-    assert prompts("export.json") == EXPECTED
+@pytest.mark.parametrize("form", ["json", "json-min", "csv"])
+def test_an_export_of_label_studio(folder: Path, form: str) -> None:
+    name = "export.csv" if form == "csv" else "export.json"
+    if form == "csv":
+        with Path(name).open("w", newline="") as stream:
+            table = csv.DictWriter(stream, list(LABEL_STUDIO_MIN[0]))
+            table.writeheader()
+            for row in LABEL_STUDIO_MIN:
+                table.writerow({key: json.dumps(v) if isinstance(v, dict) else v for key, v in row.items()})
+    else:
+        Path(name).write_text(json.dumps(LABEL_STUDIO if form == "json" else LABEL_STUDIO_MIN))
+    assert prompts(name) == EXPECTED
+    if form == "json":
+        assert prompts(name, "{stars}: {box}", limit=1) == ["4: dog, ball"]
 
 
-@pytest.mark.parametrize("tool", ["kohya", "taggui", "gallery-dl"])
+@pytest.mark.parametrize("tool", ["kohya", "taggui", "gallery-dl", "hydrus"])
 def test_files_beside_pictures(folder: Path, tool: str) -> None:
-    """kohya: `.caption` and tags in `.txt`; taggui: tags in `.txt`; gallery-dl: `photo.png.json`."""
+    """kohya: `.caption` and tags in `.txt`; taggui: tags in `.txt`; gallery-dl: `photo.png.json`; Hydrus: text files
+    `photo.png.txt`, which are more of the picture than `photo.txt` is."""
     for name, caption, tags in (("1", "a dog on grass", "dog, grass"), ("2", "a cat", "cat")):
         file = folder / "upload" / f"{name}.png"
         if tool == "gallery-dl":
             text = json.dumps({"tags": tags.split(", "), "caption": caption, "width": 40})
             file.with_name(f"{name}.png.json").write_text(text)
+        elif tool == "hydrus":
+            file.with_suffix(".txt").write_text("of another picture")
+            file.with_name(f"{name}.png.txt").write_text(caption)
+            file.with_name(f"{name}.png.tags").write_text(tags)
         else:
             file.with_suffix(".txt").write_text(f"{tags}\n")
         if tool == "kohya":
@@ -108,6 +151,36 @@ def test_files_beside_pictures(folder: Path, tool: str) -> None:
         assert prompts("upload", "{caption}; {txt}") == ["dog, grass; dog, grass", "cat; cat"]
     else:
         assert prompts("upload", PROMPT.replace("{tags}", "{txt}") if tool == "kohya" else PROMPT) == EXPECTED
+
+
+@line("a field or its file that was mended")
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"\xef\xbb\xbfa dog,\r\nrunning \r\n", "a dog,\nrunning"),
+        ("ein Café\r\n".encode("utf-16"), "ein Café"),
+        ("ein Café".encode("cp1252"), "1.txt: byte 7 (0xe9) is not UTF-8: save the file as UTF-8"),
+        (b"x" * 70_000, "1.txt: it has more than 65536 bytes"),
+        (b" \r\n", None),
+    ],
+)
+def test_a_text_file_as_editors_save_it(folder: Path, data: bytes, found: str | None) -> None:
+    """One that cannot be read is an error of its row, which says why, and no field that is missing."""
+    (folder / "upload" / "1.txt").write_bytes(data)
+    why = found if found and found.startswith("1.txt") else None
+    if why is None and found is not None:
+        assert prompts("upload/1.png", "{caption}!") == [f"{found}!"]
+        return
+    with pytest.raises(UsageError, match="no row has the field 'caption'") as error:
+        prompts("upload", "{caption}")
+    assert (why or "rows have name, file_name, folder; {{") in str(error.value)
+    (folder / "upload" / "2.txt").write_text("a cat")
+    assert job(folder, Fake(), paths=("upload",), prompt="{caption}", out="o.jsonl").run() == 1
+    first, second = rows(Path("o.jsonl")).values()
+    kinds = ("BadText", why) if why else ("NoField", "the row has no field 'caption', which the prompt names")
+    assert second["prompt"] == "a cat" and tuple(first["error"].values()) == kinds
+    (folder / "upload" / "1.txt").write_text("a dog")
+    assert job(folder, Fake(), paths=("upload",), prompt="{caption}", out="o.jsonl", retry_errors=True).run() == 0
 
 
 def test_an_archive_and_a_table(folder: Path) -> None:
@@ -127,12 +200,15 @@ def test_an_archive_and_a_table(folder: Path) -> None:
     columns = {"image": pictures, "Caption": ["a dog on grass", "a cat"], "tags": [["dog", "grass"], ["cat"]]}
     parquet.write_table(pa.table(columns | {"score": [1.0, 0.5]}), "t.parquet")
     assert prompts("t.parquet") == EXPECTED and prompts("t.parquet", "{score}") == ["1", "0.5"]
+    with pytest.raises(UsageError, match=r"no row has the field 'folder' .*; rows have .*name, file_name;"):
+        prompts("t.parquet", "{folder}")
 
 
 def test_what_a_path_says_and_what_is_no_field(folder: Path) -> None:
     assert prompts("upload", "{name} of {folder}: {file_name}") == ["1 of upload: 1.png", "2 of upload: 2.png"]
     assert prompts("upload/1.png", 'as {{name}}, {"a": [{name}]}, {}') == ['as {name}, {"a": [1]}, {}']
     assert field_names("{a} {{b}} {a} { c } {d e} {1} {f") == ["a", "d e"]
+    assert field_names('{a: 1} {"a"} {red, green} {a|b} {x = 1} {a\nb} {}') == []
     assert fill("{a}{b}", {"a": "{b}", "b": "x"}) == "{b}x", "what is filled in is text"
     with pytest.raises(MissingFieldError, match="c"):
         fill("{c}", {})
