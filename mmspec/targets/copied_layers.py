@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.linear import find_linear_layers, why_not_replaced
-from mmspec.cpu.weights import version_of
+from mmspec.cpu.weights import TILE_ROWS, QuantisedWeight, version_of
 from mmspec.engine.draws import PrivateDraws
 from mmspec.live import reread
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.layer_access import LayerAccess, LinearForward, with_forwards
-from mmspec.targets.products import PackedWeight
 
 logger = logging.getLogger("mmspec")
 
@@ -41,7 +40,7 @@ class CopiedLayer:
         samples: uint8, the bytes of some of its numbers.
     """
 
-    weight: PackedWeight
+    weight: QuantisedWeight
     version: int
     samples: Tensor
 
@@ -51,16 +50,14 @@ class CopiedLayer:
         return same and torch.equal(self.samples, sample_bytes(weight))
 
 
-def copied_layers(
-    model: Any, access: LayerAccess, fits: Callable[[Tensor], bool]
-) -> tuple[list[nn.Linear], nn.Linear | None]:
+def copied_layers(model: Any, access: LayerAccess) -> tuple[list[nn.Linear], nn.Linear | None]:
     """The linear layers of the decoder that are copied, and the LM head if it can be.
 
     Raises:
         ValueError: too little of the decoder can be copied.
     """
     decoder = model.get_submodule(".".join(access.path))
-    layers = [layer for layer in find_linear_layers([decoder], model.device.type) if fits(layer.weight)]
+    layers = _large_layers(decoder, model)
     tensors = {id(one): one for one in (*decoder.parameters(), *decoder.buffers())}
     total = sum(one.nbytes for one in tensors.values())
     share = sum(layer.weight.nbytes for layer in layers) / max(1, total)
@@ -71,8 +68,12 @@ def copied_layers(
             f"{_main_reason(decoder, layers, model.device.type)}. Use drafter='hybrid'."
         )
     head = model.get_output_embeddings()
-    heads = [] if head is None else find_linear_layers([head], model.device.type)
-    return layers, heads[0] if heads == [head] and fits(heads[0].weight) else None
+    return layers, head if head is not None and _large_layers(head, model) == [head] else None
+
+
+def _large_layers(module: nn.Module, model: Any) -> list[nn.Linear]:
+    found = find_linear_layers([module], model.device.type)
+    return [layer for layer in found if min(layer.weight.shape) >= TILE_ROWS]
 
 
 @reread

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils.logging import tqdm
 
+from mmspec.cpu.bf16_copies import free_bytes
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, describe_kernel, load_kernel
 from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.huge_pages import HugeMemory
-from mmspec.cpu.quantise import quantised_bytes
+from mmspec.cpu.quantise import quantise, quantised_bytes
 from mmspec.cpu.weights import QuantisedWeight, Weight, version_of
 from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
@@ -39,7 +41,6 @@ from mmspec.targets.copied_layers import (
 )
 from mmspec.targets.layer_access import LayerAccess, LinearForward, layer_access, with_forwards
 from mmspec.targets.model_state import model_revision
-from mmspec.targets.products import CProducts, PackedWeight, products_for
 
 logger = logging.getLogger("mmspec")
 
@@ -83,7 +84,7 @@ class QuantisedCopy:
         self.model = adapter.model
         self._adapter = adapter
         self._access = access
-        self._products = products_for(self.model.device)
+        self._kernel = kernel_for(self.model.device)
         self._device = self.model.device
         self._choices = bit_choices(bits, num_copied_weights(adapter))
         self.bits = self._choices[0]
@@ -133,8 +134,6 @@ class QuantisedCopy:
 
     def c_forwards(self, forwards: CForwards) -> CForwards | None:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
-        if not isinstance(self._products, CProducts):
-            return None
         known, revision = self._decoder, forwards.call.revision
         if known is None or known.shape != forwards.decoder.shape or self._revision is not revision:
             known = self._decoder = self._copied(forwards.decoder)
@@ -147,7 +146,6 @@ class QuantisedCopy:
         weights: dict[tuple[int, tuple[int, ...]], QuantisedWeight] = {}
         for name, one in self.layers.items():
             weight = modules[name].weight
-            assert isinstance(one.weight, QuantisedWeight)
             weights[weight.data_ptr(), tuple(weight.shape)] = one.weight
 
         def convert(weight: Weight) -> Weight:
@@ -165,17 +163,18 @@ class QuantisedCopy:
         copied.prepare_angles()
         return copied
 
-    def _forward(self, weight: PackedWeight) -> LinearForward:
-        products = self._products
+    def _forward(self, weight: QuantisedWeight) -> LinearForward:
+        kernel = self._kernel
 
         def forward(layer: nn.Linear, rows: Tensor) -> Tensor:
             flat = rows.reshape(-1, rows.shape[-1]).contiguous()
-            outputs = None
+            parts: list[Tensor | None] = [None]
             if len(flat) and not torch.is_autocast_enabled(rows.device.type):
-                outputs = products.linear(weight, layer.bias, flat)
-            if outputs is None:
+                parts = [kernel.linear(weight, layer.bias, part) for part in flat.split(MAX_C_ROWS)]
+            found = [part for part in parts if part is not None]
+            if len(found) < len(parts):
                 return functional.linear(rows, layer.weight, layer.bias)
-            return outputs.view(*rows.shape[:-1], layer.out_features)
+            return torch.cat(found).view(*rows.shape[:-1], layer.out_features)
 
         return forward
 
@@ -185,7 +184,7 @@ class QuantisedCopy:
         Raises:
             ValueError: the model cannot be copied, or there is no memory for it.
         """
-        linears, head = copied_layers(self.model, self._access, self._products.fits)
+        linears, head = copied_layers(self.model, self._access)
         names = {module: name for name, module in self.model.named_modules()}
         layers = {names[layer]: layer for layer in (*linears, *([] if head is None else [head]))}
         choices = [
@@ -203,10 +202,10 @@ class QuantisedCopy:
 
     def _best(
         self, layers: Mapping[str, nn.Linear], choices: Sequence[Mapping[str, int]]
-    ) -> Mapping[str, PackedWeight]:
+    ) -> Mapping[str, QuantisedWeight]:
         """Weights with the first of these bits that agree well enough with the model, else with the last."""
         costs, logits = calibrate(self._adapter, self._access, layers)
-        found: dict[str, PackedWeight] = {}
+        found: dict[str, QuantisedWeight] = {}
         for number, bits in enumerate(choices):
             found = {name: one for name, one in found.items() if one.bits == bits[name]}  # frees the others
             found |= self._quantise({name: one for name, one in layers.items() if name not in found}, bits, costs)
@@ -215,14 +214,14 @@ class QuantisedCopy:
                 break
         return found
 
-    def _calibration_logits(self, weights: Mapping[str, PackedWeight]) -> Tensor | None:
+    def _calibration_logits(self, weights: Mapping[str, QuantisedWeight]) -> Tensor | None:
         """Those of a copy with these weights."""
         twin = with_forwards(self.model, {name: self._forward(one) for name, one in weights.items()})
         return calibration_logits(self._adapter, self._access, twin)
 
     def _quantise(
         self, layers: Mapping[str, nn.Linear], bits: Mapping[str, int], costs: Mapping[str, Tensor]
-    ) -> dict[str, PackedWeight]:
+    ) -> dict[str, QuantisedWeight]:
         """Weights of these bits.
 
         Raises:
@@ -233,7 +232,7 @@ class QuantisedCopy:
         for name, layer in layers.items():
             sizes[bits[name]] += sum(quantised_bytes(layer.out_features, layer.in_features, bits[name])) + 2 * 64
         needed = sizes.total()
-        free = self._products.free_bytes()
+        free = free_bytes()
         if needed * COPY_MEMORY_FACTOR > free:
             raise ValueError(
                 f"drafter='quantized' copies {count / 1e6:.0f} million weights: {needed / 2**20:.0f} MiB must "
@@ -245,8 +244,29 @@ class QuantisedCopy:
         )
         bar = tqdm(layers.items(), desc="mmspec: quantized copy", disable=count < PROGRESS_FROM or None, leave=False)
         new = {bits: HugeMemory(size).take for bits, size in sizes.items()}
-        quantise = self._products.quantise
-        return {name: quantise(one.weight.detach(), bits[name], costs.get(name), new[bits[name]]) for name, one in bar}
+        return {
+            name: quantise(self._kernel, one.weight.detach(), bits[name], costs.get(name), new[bits[name]])
+            for name, one in bar
+        }
+
+
+def kernel_for(device: torch.device) -> CKernel:
+    """The kernel that multiplies rows with the copy of a model on a device.
+
+    Raises:
+        ValueError: there can be no copy.
+    """
+    if device.type != "cpu":
+        raise ValueError(
+            f"drafter='quantized' runs on a CPU; the model is on {device}. Use drafter='self' or 'hybrid'."
+        )
+    kernel = load_kernel()
+    if kernel is None:
+        raise ValueError(
+            "drafter='quantized' needs the C kernel, which cannot be had here: "
+            f"{describe_kernel()}. Use drafter='hybrid'."
+        )
+    return kernel
 
 
 def bit_choices(bits: int, count: int) -> tuple[int, ...]:
@@ -289,8 +309,8 @@ def num_copied_weights(adapter: ModelAdapter, revision: Revision | None = None) 
 
     def count() -> int:
         try:
-            products = products_for(adapter.model.device)
-            layers, head = copied_layers(adapter.model, layer_access(adapter, revision), products.fits)
+            kernel_for(adapter.model.device)
+            layers, head = copied_layers(adapter.model, layer_access(adapter, revision))
         except ValueError as error:
             logger.info("mmspec: there is no quantized copy: %s", error)
             return 0

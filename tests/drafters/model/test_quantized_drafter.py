@@ -23,7 +23,6 @@ from mmspec.economy.chooser import Chooser
 from mmspec.economy.known import Economy
 from mmspec.economy.tables import Seconds
 from mmspec.patching import patch_state
-from mmspec.targets import products
 from mmspec.targets import quantised_copy as module
 from mmspec.targets.quantised_copy import QuantisedCopy
 
@@ -140,7 +139,7 @@ def test_a_copy_is_an_arm_once_it_can_pay(batch: int, monkeypatch: pytest.Monkey
 
 def test_no_memory_for_a_copy_leaves_the_other_arms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Economy, "make_s", lambda self, rows: 0.0)
-    monkeypatch.setattr(products, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(module, "free_bytes", lambda: 1000)
     model = _model()
     inputs = tiny.build_inputs(model, seed=3)
     plain = _generate(model, inputs, do_sample=False)
@@ -269,15 +268,15 @@ def test_changed_weights_are_copied_anew_and_in_the_end_not_at_all(caplog: Any, 
 
 def test_a_copy_that_cannot_be_made_is_refused(monkeypatch: Any) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(products, "free_bytes", lambda: 1000)
+        patched.setattr(module, "free_bytes", lambda: 1000)
         with pytest.raises(ValueError, match=r"must be free; free are 0 MiB.*hybrid"):
             mmspec.patch(_model(), drafter="quantized")
     with monkeypatch.context() as patched:
-        patched.setattr(products, "quantise", _out_of_memory)
+        patched.setattr(module, "quantise", _out_of_memory)
         with pytest.raises(ValueError, match=r"cannot copy the weights.*not enough memory.*hybrid"):
             mmspec.patch(_model(), drafter="quantized")
     with monkeypatch.context() as patched:
-        patched.setattr(products, "load_kernel", lambda: None)
+        patched.setattr(module, "load_kernel", lambda: None)
         with pytest.raises(ValueError, match="needs the C kernel"):
             mmspec.patch(_model(), drafter="quantized")
     model = _model()
@@ -286,6 +285,8 @@ def test_a_copy_that_cannot_be_made_is_refused(monkeypatch: Any) -> None:
             setattr(layer.mlp, projection, _Packed(getattr(layer.mlp, projection)))
     with pytest.raises(ValueError, match=r"quantised already"):
         mmspec.patch(model, drafter="quantized")
+    with pytest.raises(ValueError, match="runs on a CPU; the model is on cuda"):
+        module.kernel_for(torch.device("cuda"))
     with pytest.raises(ValueError, match="bits must be 4, 8 or None; got 3"):
         QuantizedDrafter(3)
 
