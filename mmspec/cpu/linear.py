@@ -10,7 +10,10 @@ kernels compute the same product:
   up to a tenth less. Needs a C compiler.
 - *oneDNN*: for more than 32 rows, on the weight where it lies.
 
-These are for float32. In bfloat16 and float16 the choice is another one: `mmspec/cpu/narrow_linear.py`.
+These are for float32. In bfloat16 and float16 two kernels, the C kernel's and torch's, differ by a rounding that is
+large enough to decide near-ties. So one kernel computes all products of 1 to 32 rows of a layer. Products of more rows,
+such as a prompt's, are decided apart: torch may have instructions that pay with many rows only, or may emulate the
+type. With the C kernel a row's result is the same bits whatever the other rows.
 
 Replaces the forward of layers of exact type `nn.Linear` within `use_fast_linears` only. A context variable limits the
 effect to the current thread: training, other threads and `mmspec.disabled()` run plain layers. Independent of models.
@@ -32,9 +35,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
-from mmspec.cpu.narrow_linear import choice_key, narrow_linear, timed_part
 from mmspec.cpu.weights import FLOAT_TYPES
-from mmspec.economy.kernels import IN_C, KERNEL_CHOICES, ONEDNN, PLAIN, TRANSPOSED, KernelChoices
+from mmspec.economy.kernels import IN_C, KERNEL_CHOICES, ONEDNN, PLAIN, TRANSPOSED, KernelChoices, ProductKey
 from mmspec.engine.undo import Replaced, VariableSet
 from mmspec.live import all_modules, reread
 
@@ -45,8 +47,15 @@ MAX_ROWS = 128
 
 TIMED_ROWS = (1, 8, MAX_C_ROWS, MAX_ROWS, 2 * MAX_ROWS)
 """Numbers of rows in float32 up to which one kernel is chosen, and with which it is timed; the last for all beyond."""
-FLOAT_PRODUCTS = 32 << 20
-"""Multiplications of a timed run in float32 at most."""
+MANY_ROWS = 1 << 16
+"""In half precision: stands for all numbers of rows that are not few."""
+FEW_TIMED, MANY_TIMED = (1, 8), (64,)
+"""Numbers of rows in half precision with which a layer is timed: one token and the nodes of a usual tree; a prompt."""
+FLOAT_PRODUCTS, NARROW_PRODUCTS = 32 << 20, 8 << 20
+"""Multiplications of a timed run at most, in float32 and in half precision, which takes 10 ms where torch emulates it:
+out features beyond are left out."""
+ROUNDED_FEATURES = 1024
+"""Layers with as many out features or more share their choice."""
 
 
 class LinearAutotuner:
@@ -73,7 +82,7 @@ class LinearAutotuner:
             layer: the layer.
             rows: [..., in_features].
             deterministic: do not choose by timing: the C kernel, with which a row's result is the same bits whatever
-                the other rows; where there is none, by the number of rows.
+                the other rows; where there is none, by the number of rows in float32.
 
         Returns:
             [..., out_features].
@@ -82,24 +91,36 @@ class LinearAutotuner:
         is_served = rows.dtype in FLOAT_TYPES and rows.dtype is layer.weight.dtype
         if not num_rows or torch.is_grad_enabled() or not is_served or _is_autocast():
             return functional.linear(rows, layer.weight, layer.bias)
-        if rows.dtype is not torch.float32:
-            return narrow_linear(self.choices, self.kernel, layer, rows, deterministic)
-        kernel = self._fixed_kernel(num_rows) if deterministic else self._chosen_kernel(layer.weight, num_rows)
+        is_narrow = rows.dtype is not torch.float32
+        if is_narrow:  # torch 2.13 computes rows that lie apart, such as those of the last tokens, 90 times slower
+            rows = rows.contiguous()
+        if self.kernel is None and is_narrow:
+            kernel = PLAIN
+        else:
+            kernel = self._fixed_kernel(num_rows) if deterministic else self._chosen_kernel(layer.weight, num_rows)
         return self._run_kernel(kernel, layer.weight, layer.bias, rows)
 
     def _chosen_kernel(self, weight: Tensor, num_rows: int) -> str:
-        """The kernel of products of so many rows in float32."""
-        kernels = self._candidates(num_rows)
-        max_rows = next((count for count in TIMED_ROWS if num_rows <= count), TIMED_ROWS[-1])
+        """The kernel of products of so many rows."""
+        cases: tuple[int, ...]
+        if weight.dtype is torch.float32:
+            kernels = self._candidates(num_rows)
+            max_rows = next((count for count in TIMED_ROWS if num_rows <= count), TIMED_ROWS[-1])
+            cases = (max_rows,)
+        else:
+            is_few = num_rows <= MAX_C_ROWS
+            kernels = _narrow_kernels(weight.dtype, is_few)
+            max_rows, cases = (MAX_C_ROWS, FEW_TIMED) if is_few else (MANY_ROWS, MANY_TIMED)
         key = choice_key(weight, max_rows)
         chosen = self.choices.used(key)
         if chosen is None or chosen not in kernels:
-            chosen = self.choices.choose(key, kernels, [max_rows], lambda name, count: self._time(name, weight, count))
+            chosen = self.choices.choose(key, kernels, cases, lambda name, count: self._time(name, weight, count))
         return chosen
 
     def _time(self, kernel: str, weight: Tensor, num_rows: int) -> Tensor:
-        part, rows = timed_part(weight, num_rows, FLOAT_PRODUCTS)
-        return self._run_kernel(kernel, part, None, rows)
+        max_products = FLOAT_PRODUCTS if weight.dtype is torch.float32 else NARROW_PRODUCTS
+        num_features = max(64, max_products // (num_rows * weight.shape[1]))
+        return self._run_kernel(kernel, weight[:num_features], None, weight.new_ones(num_rows, weight.shape[1]))
 
     def _fixed_kernel(self, num_rows: int) -> str:
         """The kernel of calls with `deterministic=True`."""
@@ -108,7 +129,7 @@ class LinearAutotuner:
         return TRANSPOSED if 1 < num_rows <= MAX_ROWS else PLAIN
 
     def _candidates(self, num_rows: int) -> tuple[str, ...]:
-        """The kernels that may compute a product of so many rows."""
+        """The kernels that may compute a product of so many rows in float32."""
         return _kernels(
             is_prompt=num_rows > MAX_ROWS,
             with_c=self.kernel is not None and num_rows <= MAX_C_ROWS,
@@ -143,6 +164,24 @@ def _kernels(*, is_prompt: bool, with_c: bool, with_onednn: bool) -> tuple[str, 
     """The kernels to choose from, the likeliest to be the fastest first."""
     kernels = ((IN_C, with_c), (PLAIN, True), (TRANSPOSED, not is_prompt), (ONEDNN, with_onednn))
     return tuple(name for name, is_there in kernels if is_there)
+
+
+@lru_cache(maxsize=16)
+def _narrow_kernels(dtype: torch.dtype, is_few: bool) -> tuple[str, ...]:
+    """The same in half precision: torch's first where it has instructions for the many rows, as far as it tells."""
+    try:
+        ops = torch.ops.mkldnn
+        is_native = ops._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported
+        return (IN_C, PLAIN) if is_few or not is_native() else (PLAIN, IN_C)
+    except (AttributeError, RuntimeError):
+        return IN_C, PLAIN
+
+
+def choice_key(weight: Tensor, max_rows: int) -> ProductKey:
+    """The key of products with a weight: layers of similar size share it, to be timed once."""
+    out_features, in_features = weight.shape
+    rounded = min(ROUNDED_FEATURES, 1 << max(0, out_features - 1).bit_length())
+    return torch.get_num_threads(), weight.dtype, max_rows, rounded, in_features
 
 
 def transposed_linear(weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:

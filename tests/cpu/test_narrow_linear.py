@@ -17,7 +17,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.cpu import linear, narrow_linear
+from mmspec.cpu import linear
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
 from mmspec.economy.kernels import KernelChoices
@@ -80,7 +80,7 @@ def test_torch_computes_what_the_kernel_does_not(
     choose(monkeypatch, True)
     layer, autotuner = make_layer(torch.bfloat16), LinearAutotuner()
     rows, many = make_rows(4, torch.bfloat16), make_rows(MAX_C_ROWS + 1, torch.bfloat16)
-    autotuner.choices._used[narrow_linear.choice_key(layer.weight, narrow_linear.MANY_ROWS)] = "plain"
+    autotuner.choices._used[linear.choice_key(layer.weight, linear.MANY_ROWS)] = "plain"
     with use_fast_linears(autotuner, [layer]):
         with torch.no_grad():
             assert torch.equal(layer(many), functional.linear(many, layer.weight, layer.bias)) and not products
@@ -110,7 +110,7 @@ def test_torch_gets_rows_that_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) 
     choose(monkeypatch, False)
     seen = list[bool]()
     monkeypatch.setattr(
-        narrow_linear,
+        linear,
         "functional",
         SimpleNamespace(linear=lambda rows, *of: seen.append(rows.is_contiguous()) or functional.linear(rows, *of)),
     )
@@ -127,7 +127,7 @@ def test_layers_are_decided_by_timed_runs(slow: str, monkeypatch: pytest.MonkeyP
     """Before the first product, for all numbers of few rows; `deterministic` needs no timing."""
     ticks = {"torch": (2, 1), "kernel": (1, 2), "torch emulates": (20, 1)}[slow]
     now, products = [0.0], list[tuple[str, int]]()
-    monkeypatch.setattr(narrow_linear, "functional", FakeFunctional(now, products, 1e-6 * ticks[0]))
+    monkeypatch.setattr(linear, "functional", FakeFunctional(now, products, 1e-6 * ticks[0]))
     monkeypatch.setattr(CKernel, "linear", lambda self, weight, bias, rows: run("c", rows, weight))
 
     def run(name: str, rows: Tensor, weight: Tensor) -> Tensor:
@@ -166,13 +166,14 @@ class FakeFunctional:
 def test_threads_find_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, started = iter(["c", "plain", "plain", "plain"]), threading.Barrier(3)
     monkeypatch.setattr("mmspec.economy.kernels.fastest", lambda *_: next(answers))
-    layer, choices, results = make_layer(torch.bfloat16), KernelChoices(), list[Tensor]()
+    layer, autotuner, results = make_layer(torch.bfloat16), LinearAutotuner(KernelChoices()), list[Tensor]()
+    autotuner.kernel = load_kernel()
 
     def call() -> None:
         started.wait()
         with torch.no_grad():
             rows = make_rows(3, torch.bfloat16)
-            results.append(narrow_linear.narrow_linear(choices, load_kernel(), layer, rows, False))
+            results.append(autotuner.linear(layer, rows))
 
     threads = [threading.Thread(target=call) for _ in range(3)]
     for thread in threads:
@@ -180,7 +181,7 @@ def test_threads_find_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(results[0], other) for other in results)
-    assert list(choices.known.values()) == ["c"]
+    assert list(autotuner.choices.known.values()) == ["c"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
