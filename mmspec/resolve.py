@@ -11,8 +11,6 @@ from mmspec.interfaces import (
     AssistantParts,
     Compressor,
     Drafter,
-    GridCompressor,
-    SizedCompressor,
     TargetInfo,
 )
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
@@ -158,8 +156,7 @@ def check_grids(compressor: Compressor, adapter: Any) -> None:
     Raises:
         ValueError: it is one.
     """
-    needs_grids = isinstance(compressor, GridCompressor) and compressor.needs_grids
-    if needs_grids and adapter.media_token_ids and not adapter.layout.has_grids:
+    if getattr(compressor, "needs_grids", False) and adapter.media_token_ids and not adapter.layout.has_grids:
         raise ValueError(
             f"compressor {compressor.name!r} needs the grids of visual tokens, which are unknown for model_type "
             f"{adapter.model_type!r}; choose one without grids, such as stride:{compressor.max_tokens}."
@@ -170,7 +167,7 @@ def check_compressor(compressor: Compressor, drafter: Drafter) -> None:
     """Refuse a compressor beside a head that compresses itself, or with weights for another hidden size."""
     if drafter.compresses_visual_tokens:
         raise ValueError(f"drafter {drafter.name!r} compresses visual tokens itself; pass compressor=None.")
-    size = compressor.hidden_size if isinstance(compressor, SizedCompressor) else None
+    size = getattr(compressor, "hidden_size", None)
     expected = drafter.compressor_hidden_size
     if size is None or expected == 0:
         return

@@ -52,8 +52,6 @@ def build_draft_model(options: TrainOptions, name: str, config: Any, teacher: An
         compressor = build_train_compressor(options, config.hidden_size, stored)
         if compressor is not None and head.config.hidden_state_layers:
             raise ValueError("--compressor is for heads that read one hidden state; this one reads several")
-        if compressor is not None and not method.reads_visual_tokens:
-            raise ValueError(f"--compressor is for heads that read visual tokens; {method.name} heads read none")
         if compressor is not None:
             check_grids(compressor, teacher.adapter)
     except ValueError as error:
@@ -134,22 +132,17 @@ def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any
         folder /= name
     elif len(options.drafter) > 1:
         raise UsageError(f"--start-from {folder}: there is no {name}/{CONFIG_NAME} in it")
+    target = target_info(teacher.adapter, teacher.tokenizer)
     try:
         metadata = read_metadata(folder)
         if find_method(metadata.architecture).is_of_target:
-            drafter: Any = load_trained(folder, target_info(teacher.adapter, teacher.tokenizer))
+            drafter: Any = load_trained(folder, target)
             head, metadata = drafter.head.trainable_copy(), replace(metadata, draft_ids=drafter.draft_ids)
         else:
             head, metadata = load_head(folder, metadata)
     except FileNotFoundError as error:
         raise UsageError(f"--start-from {options.start_from}: {error}") from error
-    text_config = teacher.model.config.get_text_config(decoder=True)
-    metadata.check_target(
-        hidden_size=text_config.hidden_size,
-        vocab_size=text_config.vocab_size,
-        num_layers=teacher.adapter.num_layers,
-        tokenizer=teacher.fingerprint,
-    )
+    metadata.check_target(target)
     differences = _start_differences(options, name, head, metadata)
     if differences:
         raise ValueError(f"{folder} is another drafter: {', '.join(differences)}")

@@ -27,6 +27,7 @@ from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import resolve_visual_mode
 from mmspec.drafters.heads.registry import find_method
 from mmspec.files import atomic_write
+from mmspec.interfaces import TargetInfo
 from mmspec.weight_files import read_tensors
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
@@ -67,25 +68,19 @@ class HeadMetadata:
     architecture: str = "eagle"
     compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
 
-    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int, tokenizer: str | None) -> None:
+    def check_target(self, target: TargetInfo) -> None:
         """Compare with the target at hand.
-
-        Args:
-            hidden_size: of the target.
-            vocab_size: of the target.
-            num_layers: of the target.
-            tokenizer: fingerprint of its tokenizer, or None.
 
         Raises:
             TargetMismatch: names what differs.
         """
         pairs: dict[str, tuple[object, object]] = {
-            "hidden_size": (self.config.hidden_size, hidden_size),
-            "vocab_size": (self.config.vocab_size, vocab_size),
-            "num_layers": (self.num_layers, num_layers),
+            "hidden_size": (self.config.hidden_size, target.hidden_size),
+            "vocab_size": (self.config.vocab_size, target.vocab_size),
+            "num_layers": (self.num_layers, target.num_layers),
         }
-        if self.tokenizer is not None and tokenizer is not None:
-            pairs["tokenizer"] = (self.tokenizer, tokenizer)
+        if self.tokenizer is not None and target.tokenizer is not None:
+            pairs["tokenizer"] = (self.tokenizer, tokenizer_fingerprint(target.tokenizer))
         wrong = [f"{name} {own} (the target: {other})" for name, (own, other) in pairs.items() if own != other]
         if wrong:
             raise TargetMismatch(f"this draft head was trained for another target: {', '.join(wrong)}.")

@@ -11,7 +11,6 @@ from mmspec.drafters.checkpoints.format import (
     load_head,
     read_config,
     read_metadata,
-    tokenizer_fingerprint,
 )
 from mmspec.drafters.checkpoints.published_heads import hub_id_of
 from mmspec.drafters.heads.base.drafter import HeadDrafter
@@ -50,12 +49,7 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None, name: str |
         return load_published(folder, target, name)
     metadata = read_metadata(folder)
     if target is not None:
-        metadata.check_target(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            num_layers=target.num_layers,
-            tokenizer=None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer),
-        )
+        metadata.check_target(target)
     given = name or hub_id_of(folder) or os.path.basename(os.path.normpath(folder))
     method = find_method(metadata.architecture)
     if method.is_of_target:

@@ -78,23 +78,17 @@ def parse_json(text: str) -> object:
     """
     try:
         values: object = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from error
-    level, depth = [values], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-        level = [child for value in level for child in _children(value)]
-    return values
+        if _depth(values) <= MAX_DEPTH:
+            return values
+    except RecursionError:
+        pass
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
-def _children(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return [child for child in value.values() if isinstance(child, (dict, list))]
-    if isinstance(value, list):
-        return [child for child in value if isinstance(child, (dict, list))]
-    return []
+def _depth(value: object) -> int:
+    """Levels of objects and lists."""
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if children is None else 1 + max(map(_depth, children), default=0)
 
 
 def check_config(values: Mapping[str, Any], prefix: str = "") -> None:

@@ -149,7 +149,6 @@ class HeadMethod(ABC):
     Attributes:
         name: that a head's config records.
         recipes: the drafters that can be trained.
-        reads_visual_tokens: whether a compressor of visual tokens has an effect.
         reads_layers: whether a head reads several hidden states of the target.
         trains_layers: whether it is trained with any number of layers of its own.
         speculators_types: values of `speculators_model_type` of published heads.
@@ -160,7 +159,6 @@ class HeadMethod(ABC):
 
     name: ClassVar[str]
     recipes: ClassVar[tuple[Recipe, ...]] = ()
-    reads_visual_tokens: ClassVar[bool] = True
     reads_layers: ClassVar[bool] = False
     trains_layers: ClassVar[bool] = False
     speculators_types: ClassVar[tuple[str, ...]] = ()

@@ -16,7 +16,7 @@ from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
 from mmspec.drafters.heads.base.visual_inputs import packed_indices
 from mmspec.drafters.model.model_drafter import UNLIMITED_TOKENS, ModelDrafter, ModelState
 from mmspec.engine.gather import gather_rows
-from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, SizedCompressor, VisualTokens
+from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, VisualTokens
 
 logger = logging.getLogger("mmspec")
 
@@ -32,8 +32,7 @@ class VisionModelDrafter(ModelDrafter):
         Raises:
             ValueError: the compressor has weights for another hidden size than the draft model's.
         """
-        compressor = prompt.compressor
-        size = compressor.hidden_size if isinstance(compressor, SizedCompressor) else None
+        size = getattr(prompt.compressor, "hidden_size", None)
         expected = self.model.get_input_embeddings().weight.shape[-1]  # type: ignore[operator]
         if size is not None and size != expected:
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ class MTPHead(DraftHead):
         return outputs if query_index is None else gather_rows(outputs, query_index)
 
     def run_block(self, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: HeadCache) -> Tensor:
-        """See `HeadBlock`; within the window of the block."""
+        """See `OwnHead.block`; within the window of the block."""
         visible = mask if mask is None or self.window is None else last_visible(mask, self.window)
         outputs: Tensor = self.block(inputs, cos, sin, visible, cache)
         return outputs
@@ -171,7 +171,7 @@ class MTPRollout(RolloutCache):
         self.mask = torch.cat((self.mask, own), dim=-1)
         return head.run_block(inputs, *rotary, self.mask, self)
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `HeadCache`."""
         self.keys.append(keys)
         self.values.append(values)

@@ -4,11 +4,11 @@
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
-| `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadFiles`, `AssistantParts` |
+| `own_head` | `TargetKeys`, `HeadCache` | `OwnHead`, `HeadFiles`, `AssistantParts` |
 | `drafter` | `Drafter` | `DrafterRequirements`, `Prompt` |
 | `observer` | `Observer` | `ObservedRound` |
-| `compressor` | `Compressor`, `SizedCompressor`, ... | `VisualTokens`, `VisualGrid` |
-| `video` | `FrameSampler`, `EvenSampler` | |
+| `compressor` | `Compressor`, `GatedCompressor` | `VisualTokens`, `VisualGrid` |
+| `video` | `FrameSampler` | |
 
 Depends on neither transformers, a KV cache nor the decode loop. Shape symbols used in the whole project: B batch rows,
 L prompt length, S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary size, D hidden size,
@@ -19,8 +19,6 @@ from mmspec.interfaces.compressor import NO_LIMIT as NO_LIMIT
 from mmspec.interfaces.compressor import Compressor as Compressor
 from mmspec.interfaces.compressor import GatedCompressor as GatedCompressor
 from mmspec.interfaces.compressor import GateObservation as GateObservation
-from mmspec.interfaces.compressor import GridCompressor as GridCompressor
-from mmspec.interfaces.compressor import SizedCompressor as SizedCompressor
 from mmspec.interfaces.compressor import VisualGrid as VisualGrid
 from mmspec.interfaces.compressor import VisualTokens as VisualTokens
 from mmspec.interfaces.draft_target import DraftModelSource as DraftModelSource
@@ -41,5 +39,4 @@ from mmspec.interfaces.target import SharedEmbeddings as SharedEmbeddings
 from mmspec.interfaces.target import Target as Target
 from mmspec.interfaces.target import TargetInfo as TargetInfo
 from mmspec.interfaces.target import VerifyResult as VerifyResult
-from mmspec.interfaces.video import EvenSampler as EvenSampler
 from mmspec.interfaces.video import FrameSampler as FrameSampler

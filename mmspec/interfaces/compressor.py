@@ -1,4 +1,4 @@
-"""What a drafter needs of a compressor: `Compressor`, its optional extensions, and `VisualTokens`, which it reduces."""
+"""What a drafter needs of a compressor: `Compressor`, one with a gate, and `VisualTokens`, which it reduces."""
 
 from __future__ import annotations
 
@@ -80,7 +80,13 @@ class VisualTokens:
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Reduces the visual tokens that the drafter reads. The target reads all of them, so the output cannot change."""
+    """Reduces the visual tokens that the drafter reads. The target reads all of them, so the output cannot change.
+
+    It may have two further attributes: `hidden_size`, D of the hidden states and embeddings for which it has weights;
+    and `needs_grids`, True if it merges neighbours in the grid of an image or frame, and is refused for a model family
+    whose grids are unknown. Rows of other families without grids, as in a continued conversation, are merged as one
+    line.
+    """
 
     @property
     def name(self) -> str:
@@ -98,29 +104,6 @@ class Compressor(Protocol):
             query: [B, D] hidden state of the last prompt token, or None.
             max_tokens: K.
         """
-
-
-@runtime_checkable
-class GridCompressor(Compressor, Protocol):
-    """A compressor that merges neighbours in the grid of an image or frame.
-
-    Attributes:
-        needs_grids: whether it is refused for a model family whose grids are unknown. Rows of other families without
-            grids, as in a continued conversation, are merged as one line.
-    """
-
-    @property
-    def needs_grids(self) -> bool:
-        """Whether neighbours are those of a grid."""
-
-
-@runtime_checkable
-class SizedCompressor(Compressor, Protocol):
-    """A compressor with weights for one hidden size."""
-
-    @property
-    def hidden_size(self) -> int:
-        """D of the hidden states and embeddings that it accepts."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mmspec.cpu.layers import LayerWeights
-
 
 class OwnHeadError(ValueError):
     """The checkpoint of a target has no head that can be used; the message says why.
@@ -49,27 +47,8 @@ class HeadFiles:
 class HeadCache(Protocol):
     """Keys and values of the head's block."""
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store those of new rows [B, H, n, d]; returns all [B, H, keys, d]."""
-
-
-class HeadBlock(Protocol):
-    """A decoder layer of the target's own class, a `torch.nn.Module`."""
-
-    def __call__(self, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: HeadCache) -> Tensor:
-        """[B, n, D] outputs.
-
-        Args:
-            inputs: [B, n, D].
-            cos: [B or 1, n or 1, d] rotary embedding of the rows' positions.
-            sin: as `cos`.
-            mask: [B or 1, 1, n, keys] bool, True where a row attends; None for a causal prompt or one row that
-                attends to all keys.
-            cache: of the call.
-        """
-
-    def c_weights(self) -> LayerWeights | None:
-        """Its weights as C reads them; None if it has other parts."""
+    def update(self, keys: Tensor, values: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store those of new rows [B, H, n, d]; returns all [B, H, keys, d]. What else layers give is not read."""
 
 
 @dataclass
@@ -84,7 +63,9 @@ class OwnHead:
         fc: [D, 2 D].
         embedding_norm: of the embedding.
         hidden_norm: of the hidden state.
-        block: the decoder layer (`HeadBlock`).
+        block: the decoder layer: (inputs [B, n, D]; cos and sin [B or 1, n or 1, d] of the rows' positions; mask
+            [B or 1, 1, n, keys] bool, True where a row attends, None for a causal prompt or one row that attends to all
+            keys; `HeadCache`) -> [B, n, D]. Its `c_weights()` are those that C reads; None if it has other parts.
         output_norm: before the LM head.
         lm_head: the head's own, [V, D]; None for the target's.
         rotary_embedding: (position ids [B, n] or [3, B, n], dtype) -> cos and sin [B, n, d], of the target.

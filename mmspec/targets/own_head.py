@@ -33,30 +33,15 @@ FURTHER_LAYER = re.compile(r"layers\.[1-9]\d*\.")
 MAX_MESSAGE = 200
 
 
-class CacheView:
-    """The interface of transformers' cache that an attention layer uses, over the keys and values of the head."""
-
-    def __init__(self, cache: HeadCache) -> None:
-        self._cache = cache
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self._cache.update(key_states, value_states)
-
-
 class TargetBlock(nn.Module):
-    """A decoder layer of the target's class as `mmspec.interfaces.own_head.HeadBlock`."""
+    """A decoder layer of the target's class as `OwnHead.block`."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: HeadCache) -> Tensor:
-        outputs = self.layer(
-            inputs,
-            position_embeddings=(cos, sin),
-            attention_mask=mask,
-            **{CACHE_ARGUMENT: CacheView(cache)},
-        )
+        outputs = self.layer(inputs, position_embeddings=(cos, sin), attention_mask=mask, **{CACHE_ARGUMENT: cache})
         result: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         return result
 

@@ -9,28 +9,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 from mmspec.engine.revision import PLAIN_CLASS
 from mmspec.targets.capture_hooks import remove_capture_hooks
 
 KEY = "_mmspec"
-"""Attribute of a patched model that holds its state."""
-
-
-class PatchedState(Protocol):
-    """The state of a patched model, as far as its class uses it."""
-
-    @property
-    def model(self) -> Any:
-        """The patched model."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`model.generate`."""
+"""Attribute of a patched model that holds its state, of which `model` and `generate` are used here."""
 
 
 def state_of(model: Any) -> Any:
-    """The `PatchedState` of a patched model; None for others, copies of `__dict__` among them."""
+    """The state of a patched model; None for others, copies of `__dict__` among them."""
     state = getattr(model, "__dict__", {}).get(KEY)
     return state if state is not None and state.model is model else None
 
@@ -45,7 +34,7 @@ def plain_class(model: Any) -> Any:
     return next((vars(kind)[PLAIN_CLASS] for kind in type(model).__mro__ if PLAIN_CLASS in vars(kind)), type(model))
 
 
-def change_class(model: Any, state: PatchedState) -> None:
+def change_class(model: Any, state: Any) -> None:
     """Make a model one of its patched class."""
     model.__class__ = _patched_class(plain_class(model))
     model.__dict__[KEY] = state
@@ -99,7 +88,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 class _Attributes(dict[str, Any]):
     """The attributes of a patched model without those of the patch."""
 
-    def __init__(self, attributes: dict[str, Any], state: PatchedState | None) -> None:
+    def __init__(self, attributes: dict[str, Any], state: Any) -> None:
         super().__init__({name: value for name, value in attributes.items() if name != KEY})
         if getattr(self.get("generate"), "__self__", None) is getattr(state, "model", self):
             del self["generate"]  # bound to the original

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmspec.interfaces import EvenSampler, FrameSampler
+from mmspec.interfaces import FrameSampler
 from mmspec.vision.video.reader import NoFramesError, RecountedError, VideoReader, check_frame_size
 
 logger = logging.getLogger("mmspec")
@@ -137,7 +137,7 @@ def _read_sampled(
         raise NoFramesError("a video without frames")
     indices = _call_sampler(sampler.sample, total, reader.info.fps)
     _check_indices(indices, range(total), max_frames)
-    return reader.read(indices, isinstance(sampler, EvenSampler) and sampler.divides_time, max_pixels)
+    return reader.read(indices, getattr(sampler, "divides_time", False), max_pixels)
 
 
 def _call_sampler(method: Callable[..., list[int]], *args: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ class CachedAttention:
         keys, values = self.update(keys, values)
         return functional.scaled_dot_product_attention(queries, keys, values, self.mask, enable_gqa=is_gqa)
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new keys and values [B, H', n, d]; returns all."""
+    def update(self, keys: Tensor, values: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new keys and values [B, H', n, d]; returns all. See `HeadCache`."""
         return self.kv_cache.write(self.layer, keys[:, :, self.num_cached :], values[:, :, self.num_cached :])
 
 
