@@ -154,7 +154,9 @@ class Trainer:
         self.gate_is_fitted = False
         folder.mkdir(parents=True, exist_ok=True)
         self.optimizers = {
-            name: torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+            name: torch.optim.AdamW(
+                model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            )
             for name, model in self.draft_models.items()
         }
         if (folder / STATE_NAME).exists():
