@@ -245,8 +245,8 @@ def write_results(rows: Sequence[Row], versions: dict[str, Any]) -> None:
 def markdown_table(rows: Sequence[Row]) -> str:
     """The table of the document."""
     lines = [
-        "| model type | reads | traits | speculated | grids |",
-        "|---|---|---|---|---|",
+        "| model type | reads | traits | speculated |",
+        "|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.model_type):
         exceptions = [row.traits, *([] if row.identical == row.cases else [f"{row.identical} identical"])]
@@ -254,12 +254,13 @@ def markdown_table(rows: Sequence[Row]) -> str:
             exceptions.append(row.selftest)
         elif len(row.heads) < len(HEADS):
             exceptions.append(f"draft heads: {', '.join(row.heads) or 'none'}")
+        if row.grids:
+            exceptions.append("grids")
         cells = [
             f"`{row.model_type}`",
             ", ".join(row.media) or "text",
             "; ".join(filter(None, exceptions)) or "-",
             str(row.speculated),
-            "yes" if row.grids else "-",
         ]
         lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
     exact = sum(row.identical == row.cases for row in rows)
