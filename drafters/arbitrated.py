@@ -23,11 +23,7 @@ from mmspec.economy.known import Offer, Source
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
-ENABLED = {
-    "outputs": [True, True, True],
-    "lookup": [True, False, False],
-    "recycling": [False, True, False],
-}
+ENABLED = {"outputs": [True, True, True], "lookup": [True, False, False], "recycling": [False, True, False]}
 """{source: which of lookup, recycling and counts take part}."""
 
 

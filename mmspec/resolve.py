@@ -7,12 +7,7 @@ from functools import partial
 from typing import Any
 
 from mmspec.forks import new_lock
-from mmspec.interfaces import (
-    AssistantParts,
-    Compressor,
-    Drafter,
-    TargetInfo,
-)
+from mmspec.interfaces import AssistantParts, Compressor, Drafter, TargetInfo
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import check_layer_subsets
 from mmspec.targets.own_head import is_exported_head, read_own_head

@@ -5,13 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mmspec.drafters.checkpoints.format import (
-    MODEL_TYPE,
-    HeadMetadata,
-    load_head,
-    read_config,
-    read_metadata,
-)
+from mmspec.drafters.checkpoints.format import MODEL_TYPE, HeadMetadata, load_head, read_config, read_metadata
 from mmspec.drafters.checkpoints.published_heads import hub_id_of
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.registry import find_method
@@ -61,11 +55,7 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None, name: str |
         return _with_facts(method.load_for_target(Path(folder), metadata, target, given), metadata)
     head, metadata = load_head(folder, metadata)
     drafter = method.classes().drafter(
-        head,
-        metadata.visual_mode,
-        num_layers=metadata.num_layers,
-        name=given,
-        draft_ids=metadata.draft_ids,
+        head, metadata.visual_mode, num_layers=metadata.num_layers, name=given, draft_ids=metadata.draft_ids
     )
     return _with_facts(drafter, metadata)
 

@@ -29,10 +29,7 @@ ALIGN_LENGTH = 3
 
 _MATCH_BUCKETS = (0, 1, 2, 3, 4, 4, 5, 5, 6)
 """Length of a match -> bucket."""
-_PRIOR_PROBS = {
-    "lookup": (0.1, 0.1, 0.15, 0.3, 0.5, 0.5, 0.6),
-    "reference": (0.3, 0.2, 0.4, 0.5, 0.6, 0.6, 0.7),
-}
+_PRIOR_PROBS = {"lookup": (0.1, 0.1, 0.15, 0.3, 0.5, 0.5, 0.6), "reference": (0.3, 0.2, 0.4, 0.5, 0.6, 0.6, 0.7)}
 """Source -> prior probability of its first candidate, per bucket."""
 
 

@@ -65,11 +65,7 @@ class TrainConfig:
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine to one hundredth of the highest rate."""
         return warmup_cosine(
-            step,
-            peak=self.learning_rate,
-            warmup_steps=self.warmup_steps,
-            max_steps=self.max_steps,
-            final_scale=0.01,
+            step, peak=self.learning_rate, warmup_steps=self.warmup_steps, max_steps=self.max_steps, final_scale=0.01
         )
 
 

@@ -41,12 +41,7 @@ INSTRUCTION_SETS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 with BF16", 4: "AMX"}
 """{level: its instructions}"""
 FLAGS_OF_LEVELS = {1: (), 2: ("-DAVX512",), 3: ("-DAVX512", "-DPAIRS"), 4: ("-DAVX512", "-DPAIRS", "-DTILES")}
 """{level: macros that the compiler defines}"""
-CPU_FLAGS = (
-    ("avx2", "fma", "f16c"),
-    ("avx512f", "avx512dq"),
-    ("avx512_bf16",),
-    ("amx_tile", "amx_bf16"),
-)
+CPU_FLAGS = (("avx2", "fma", "f16c"), ("avx512f", "avx512dq"), ("avx512_bf16",), ("amx_tile", "amx_bf16"))
 """What the next level needs, in the words of the kernel of Linux."""
 ISA_VARIABLE = "MMSPEC_ISA"
 ISA_NAMES = {"avx2": 1, "avx512": 2, "avx512_bf16": 3, "amx": 4}

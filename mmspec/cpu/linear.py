@@ -260,10 +260,7 @@ def why_not_replaced(layer: nn.Module, device_type: str) -> str:
 
 @contextlib.contextmanager
 def use_fast_linears(
-    autotuner: LinearAutotuner,
-    layers: Iterable[nn.Linear],
-    deterministic: bool = False,
-    layers_only: bool = False,
+    autotuner: LinearAutotuner, layers: Iterable[nn.Linear], deterministic: bool = False, layers_only: bool = False
 ) -> Iterator[None]:
     """Within the context, this thread computes these layers by the autotuner's kernels. Restored afterwards.
 

@@ -113,13 +113,7 @@ class RecordedRounds:
         table = [
             [root, emitted, limit, limit > 1, length, start + emitted, ignored, *numbers]
             for root, emitted, limit, length, ignored, numbers in zip(
-                rows.root_ids,
-                rows.num_emitted,
-                rows.max_emit,
-                score.lengths,
-                self._ignored,
-                others,
-                strict=True,
+                rows.root_ids, rows.num_emitted, rows.max_emit, score.lengths, self._ignored, others, strict=True
             )
         ]
         if output.noise is not None:

@@ -198,11 +198,7 @@ def best_first(root: Any, expand: Expand, num_nodes: int, min_score: float = 0.0
 
 
 def sanitize(
-    tree: DraftTree,
-    root_ids: Tensor,
-    draftable: Tensor,
-    stop_ids: Tensor | None = None,
-    max_depth: int | None = None,
+    tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None = None, max_depth: int | None = None
 ) -> DraftTree:
     """Make the tree of any drafter safe to score, on the device of `root_ids` and without a transfer to the host.
 

@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from mmspec.cpu.weights import version_of

@@ -138,11 +138,7 @@ class RoundReader:
     is_step: bool = False
 
     def pack(
-        self,
-        parts: tuple[Tensor, Tensor, Tensor],
-        tree: DraftTree,
-        is_nan: Tensor | None,
-        logits: Tensor,
+        self, parts: tuple[Tensor, Tensor, Tensor], tree: DraftTree, is_nan: Tensor | None, logits: Tensor
     ) -> Tensor:
         """Columns: counts, tree sizes, A tokens, A nodes, A flags of nan, and N ids and N * k ids for `top_k`.
 
@@ -165,11 +161,7 @@ class RoundReader:
         return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
     def read(
-        self,
-        read: Tensor,
-        tree: DraftTree,
-        limits: Sequence[int],
-        parts: tuple[Tensor, Tensor, Tensor] | None = None,
+        self, read: Tensor, tree: DraftTree, limits: Sequence[int], parts: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[VerifyResult, bool]:
         """The result on the host, and whether an emitted id is that of nan. Waits for the device.
 

@@ -57,11 +57,7 @@ _QWEN3_5 = HeadLayout(
     refused=("mtp_use_dedicated_embeddings",),
 )
 _EXAONE4_5 = HeadLayout(
-    _MTP_PREFIXES,
-    _MTP_NAMES,
-    block="layers.0.",
-    served=_MTP_SERVED,
-    depth_key="num_nextn_predict_layers",
+    _MTP_PREFIXES, _MTP_NAMES, block="layers.0.", served=_MTP_SERVED, depth_key="num_nextn_predict_layers"
 )
 _GLM_OCR = HeadLayout(
     ("model.language_model.layers.{layers}.", "model.layers.{layers}.", "language_model.model.layers.{layers}."),

@@ -30,11 +30,7 @@ def compressed_prompt_inputs(
 
 
 def compressed_inputs(
-    head: DraftHead,
-    visual_mode: str,
-    inputs: DraftInputs,
-    compressor: Compressor,
-    query: Tensor | None,
+    head: DraftHead, visual_mode: str, inputs: DraftInputs, compressor: Compressor, query: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer inputs of a visual mode after a compressor has reduced the visual tokens.
 
@@ -57,10 +53,7 @@ def compressed_inputs(
     if placeholder_embed.dim() == 3:
         placeholder_embed = gather_rows(placeholder_embed, compressed.position_ids)
     visual = DraftInputs(
-        compressed.inputs_embeds,
-        compressed.hidden_states,
-        torch.ones_like(compressed.mask),
-        placeholder_embed,
+        compressed.inputs_embeds, compressed.hidden_states, torch.ones_like(compressed.mask), placeholder_embed
     )
     text = DraftInputs(
         gather_rows(inputs.next_embeds, modalities.text_index),

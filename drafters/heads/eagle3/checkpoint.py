@@ -139,12 +139,7 @@ def load_eagle3(
     weights = order_rotated_rows(drop_unused(weights), {**layer_values, **values}, config.head_dim, config.rotary_dim)
     head = read_head(lambda: Eagle3Head(config), weights, "an EAGLE-3 head")
     return Eagle3Drafter(
-        head,
-        _visual_mode(values),
-        num_layers=target.num_layers,
-        name=name,
-        draft_ids=draft_ids,
-        max_depth=5,
+        head, _visual_mode(values), num_layers=target.num_layers, name=name, draft_ids=draft_ids, max_depth=5
     )
 
 

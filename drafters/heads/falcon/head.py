@@ -49,12 +49,7 @@ class FalconDrafter(BlockDrafter):
     records_drafts = True
 
     def __init__(
-        self,
-        head: FalconHead,
-        visual_mode: str = "decoupled",
-        *,
-        max_forwards: int = 3,
-        **options: Any,
+        self, head: FalconHead, visual_mode: str = "decoupled", *, max_forwards: int = 3, **options: Any
     ) -> None:
         """
         Args:
@@ -85,12 +80,7 @@ class FalconDrafter(BlockDrafter):
         self._extend(state, inputs, position_ids, counts, is_prompt=False)
 
     def _extend(
-        self,
-        state: DraftState,
-        inputs: Tensor,
-        position_ids: Tensor,
-        counts: Sequence[int] | Tensor,
-        is_prompt: bool,
+        self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor, is_prompt: bool
     ) -> None:
         """Append the inputs to the cache, and compute the outputs of the last block; of a prompt those only."""
         kv_cache, k, (batch, n, hidden), device = state.kv_cache, self.block_size, inputs.shape, inputs.device
@@ -199,12 +189,7 @@ def falcon_loss(given: LossInputs) -> LossAndMetrics:
 
 
 def _glance_mask(
-    outputs: Tensor,
-    data: HeadInputsAndLabels,
-    given: LossInputs,
-    block: Tensor,
-    k: int,
-    share: float,
+    outputs: Tensor, data: HeadInputsAndLabels, given: LossInputs, block: Tensor, k: int, share: float
 ) -> Tensor:
     """[B, n] bool, positions that receive their label: a first part, never all, of randomly chosen blocks.
 
