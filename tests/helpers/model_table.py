@@ -251,7 +251,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
     for row in sorted(rows, key=lambda row: row.model_type):
         exceptions = [row.traits, *([] if row.identical == row.cases else [f"{row.identical} identical"])]
         if row.selftest != "passed":
-            exceptions.append(row.selftest)
+            exceptions.append("not run" if row.selftest.startswith("not run") else row.selftest)
         elif len(row.heads) < len(HEADS):
             exceptions.append(f"draft heads: {', '.join(row.heads) or 'none'}")
         if row.grids:
