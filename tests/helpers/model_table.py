@@ -155,14 +155,15 @@ def measure_rounds(family: str) -> dict[str, str]:
 
 def rounds_table(rows: Sequence[Row]) -> str:
     """The table of what computes rounds."""
-    lines = ["| float32 | bfloat16 | float16 | model types |", "|---|---|---|---|"]
-    groups: dict[tuple[str, ...], list[str]] = {}
+    lines = ["| computed by | model types |", "|---|---|"]
+    groups: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: row.model_type):
         if row.rounds:
-            groups.setdefault(tuple(row.rounds[dtype] for dtype in ROUND_TYPES), []).append(f"`{row.model_type}`")
-    for kinds, names in sorted(groups.items()):
-        lines.append("| " + " | ".join([*kinds, ", ".join(names)]) + " |")
-    return "\n".join(lines)
+            kinds = [row.rounds[dtype] for dtype in ROUND_TYPES]
+            differing = [f"{kind} ({dtype})" for kind, dtype in zip(kinds, ROUND_TYPES, strict=True)]
+            text = kinds[0] if len({*kinds}) == 1 else ", ".join(differing)
+            groups.setdefault(text, []).append(f"`{row.model_type}`")
+    return "\n".join([*lines, *(f"| {text} | {', '.join(names)} |" for text, names in sorted(groups.items()))])
 
 
 OTHERS: dict[str, dict[str, Any]] = {
