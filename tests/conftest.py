@@ -6,23 +6,30 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import functools
 import gc
 import itertools
 import os
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from mmspec.cpu import c_library
+
 START = time.time()
 ROOT = Path(__file__).resolve().parent.parent
 DURATIONS = ROOT / ".pytest_cache" / "durations.txt"
 """Seconds of each test of the last run, set-up included, the slowest first."""
+KERNELS = ROOT / ".pytest_cache" / "kernels"
+CACHE = TemporaryDirectory(prefix="mmspec-tests-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +39,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shots", help="where test_app_browser.py keeps pictures of the pages")
     parser.addoption("--keep-result", type=Path, help="file for the counts of the run, as `make slow` keeps it")
     parser.addoption("--cases-json", default=os.environ.get("MMSPEC_JSON"), help="where it writes its summary")
+
+
+def pytest_configure() -> None:
+    """Learned weights and kernels of tests go to a folder of their own, also while test files are imported."""
+    os.environ["MMSPEC_CACHE"] = CACHE.name
+    c_library.build = functools.partial(_build_once, c_library.build)
+
+
+def _build_once(build: Callable[[list[str], Path], None], command: list[str], file: Path) -> None:
+    """Build a kernel once for all workers and later runs, since that takes longer than most test files."""
+    if file.parent != Path(CACHE.name):  # a test of building
+        build(command, file)
+        return
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    with (KERNELS / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (KERNELS / file.name).exists():
+            build(command, KERNELS / file.name)
+    shutil.copy2(KERNELS / file.name, file)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -88,6 +114,16 @@ def _quiet() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _seeds_of_no_device() -> None:
+    """Without a device torch keeps each of its seeds for later, with a stack trace (2% of the run)."""
+    import torch
+
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _mutant() -> Iterator[None]:
     name = os.environ.get("MMSPEC_MUTANT")
     if name is None:
@@ -97,23 +133,6 @@ def _mutant() -> Iterator[None]:
 
     with mutation.plant_bug(name):
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
-    """Learned weights of tests go to a folder of their own; kernels that were built before are copied into it, since
-    building one takes longer than most test files."""
-    folder, kept = tmp_path_factory.mktemp("cache"), ROOT / ".pytest_cache" / "kernels"
-    kept.mkdir(parents=True, exist_ok=True)
-    before = {file.name for file in kept.glob("few_rows-*.so")}
-    for name in before:
-        shutil.copy2(kept / name, folder / name)
-    os.environ["MMSPEC_CACHE"] = str(folder)
-    yield
-    for file in folder.glob("few_rows-*.so"):
-        if file.name not in before:
-            shutil.copy2(file, kept / f".{os.getpid()}-{file.name}")
-            (kept / f".{os.getpid()}-{file.name}").replace(kept / file.name)  # at once: other workers may read it
 
 
 @pytest.fixture(autouse=True)

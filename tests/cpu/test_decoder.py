@@ -370,6 +370,7 @@ def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
     check_paths(model, kernel, make_inputs(model, [12, 9], 9))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 @pytest.mark.parametrize("name", LONG_SHAPES)
 def test_a_tree_across_the_parts_of_attention_is_scored_as_if_it_were_decoded(

@@ -36,13 +36,9 @@ class DrafterState:
 def build_raw_tree(rows: list[list[tuple[int, int]]]) -> DraftTree:
     """Unchecked trees from lists of (token, parent); short rows are padded with invalid nodes."""
     size = 1 + max(map(len, rows))
-    tokens = torch.zeros(len(rows), size, dtype=torch.long)
-    parents, node_mask = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
-    parents[:, 0], node_mask[:, 0] = -1, True
-    for b, row in enumerate(rows):
-        for i, (token, parent) in enumerate(row, 1):
-            tokens[b, i], parents[b, i], node_mask[b, i] = token, parent, True
-    return DraftTree(tokens, parents, node_mask)
+    nodes = [[(0, -1, 1), *((*node, 1) for node in row), *[(0, 0, 0)] * (size - 1 - len(row))] for row in rows]
+    tokens, parents, is_node = torch.tensor(nodes).unbind(-1)
+    return DraftTree(tokens.contiguous(), parents.contiguous(), is_node.bool())
 
 
 class AdversarialDrafter:

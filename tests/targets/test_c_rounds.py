@@ -133,6 +133,7 @@ def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwar
         assert all(map(torch.equal, other.logits, results[0].logits))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     ("family", "batch", "nodes"),

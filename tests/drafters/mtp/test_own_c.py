@@ -144,6 +144,7 @@ def test_drafts_are_those_in_torch(
     assert counted.common >= (1.0 if dtype is torch.float32 else 0.85) * counted.paths > 20
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("how", ["c", "refused", "torch"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.6}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
