@@ -6,6 +6,8 @@ FLOOR   := 5.18.0
 BIN     := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Processes that tests start would compile the package each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-app research slow floor newest docs dist clean
 

@@ -67,6 +67,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1
 # --- nothing to find --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_identical(family: str, options: dict[str, Any]) -> None:

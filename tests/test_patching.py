@@ -598,6 +598,7 @@ def test_disabled_holds_in_its_own_task(model: PreTrainedModel) -> None:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("drafter", ["auto", "bush"])
 @FAMILIES
 def test_two_threads_on_one_model(family: str, drafter: str) -> None:

@@ -17,6 +17,7 @@ import mmspec
 OPTIONS: Kwargs = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize(
     "where", ["rotate_half", "apply_rotary_pos_emb", "LlamaAttention.forward", "another library's"]

@@ -114,6 +114,7 @@ def test_another_question_in_every_family(family: str) -> None:
     check_family(family)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_padded_batches(family: str, repeats: int) -> None:
@@ -125,6 +126,7 @@ def test_padded_batches(family: str, repeats: int) -> None:
             assert (reused(model) > 0) is (number >= 2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("backend", ["torch", "c", "auto"])
 @pytest.mark.parametrize("drafter", ["none", "hybrid", "self"])
 def test_drafters_and_backends(drafter: str, backend: str) -> None:
@@ -193,6 +195,7 @@ def longer(model: PreTrainedModel, inputs: Inputs, answer: Tensor, turn: int) ->
     }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("batch", "recorded"), [(1, False), (3, False), (1, True)])
 @pytest.mark.parametrize("family", [name for name in ("qwen3_5", "lfm2_vl") if name in zoo.ROWS])
 def test_the_next_turn_with_recurrent_layers(family: str, batch: int, recorded: bool) -> None:

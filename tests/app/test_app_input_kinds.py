@@ -252,6 +252,7 @@ def test_an_unreadable_sub_folder_is_named_and_the_rest_read(tmp_path: Path, mon
         read(tmp_path / "closed")
 
 
+@pytest.mark.every(2)
 @line("kilobytes that unpack to millions of lines, JSON a thousand levels deep")
 @pytest.mark.parametrize("unit", [b"\n", b"\r", b"a.png\n", b"#\n", b"{},", b" ", b"[", b'{"messages": []},'])
 @pytest.mark.parametrize("name", ["l.txt.gz", "l.csv.gz", "l.jsonl.gz", "l.json.gz"])

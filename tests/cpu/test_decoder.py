@@ -312,6 +312,7 @@ def run(model: Model, kernel: CKernel, inputs: DecoderInputs) -> list[Tensor]:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "biases and head norms"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_forwards_equal_the_reference(kernel: CKernel, name: str, extras: bool) -> None:
@@ -345,6 +346,7 @@ def test_quantised_weights_give_nearly_the_logits_of_what_they_stand_for(kernel:
         assert (got - want).abs().max() <= 0.03 * want.abs().max(), bits
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
 @pytest.mark.parametrize("name", SHAPES)

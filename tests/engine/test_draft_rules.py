@@ -31,6 +31,7 @@ pytestmark = needs_kernel
 compare_row = partial(compare, batch=1, patch_options={"tree_size": 8, "backend": "c"})
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize("drafter", ["self", "quantized"])
 def test_a_copy_drafts_what_is_allowed(mode: Kwargs, drafter: str, drafts: list[Any]) -> None:
@@ -41,6 +42,7 @@ def test_a_copy_drafts_what_is_allowed(mode: Kwargs, drafter: str, drafts: list[
     assert len(drafts) > 5 and None not in drafts
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault is not by_rows])
 def test_a_processor_that_depends_on_more_is_found(

@@ -59,6 +59,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize(
     ("where", "at"), [("begin", 0), ("propose", 0), ("propose", 1), ("observe", 0), ("observe", 1)]

@@ -69,6 +69,7 @@ def random_path(rng: random.Random, batch: int, nodes: int) -> tuple[Tensor, Ten
     return path, torch.tensor([len(row) for row in accepted_nodes]), accepted_nodes
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_sequence_of_calls_equals_the_reference(batch: int, seed: int) -> None:

@@ -40,6 +40,7 @@ def outcome(model: Any, given: tiny.Inputs, options: Kwargs) -> Any:
     return found.tolist(), torch.get_rng_state().tolist()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("cases", [LENGTHS, MODES, PADDING], ids=["lengths", "modes", "padding"])
 def test_odd_numbers(cases: list[Kwargs], batch: int) -> None:

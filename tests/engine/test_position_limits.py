@@ -102,6 +102,7 @@ def calls(model: PreTrainedModel, mode: Kwargs) -> Iterator[tuple[dict[str, Tens
                 yield given, {**options, "eos_token_id": ended[0][-1]}
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize(
     "name",
@@ -128,6 +129,7 @@ WINDOWS: dict[str, Kwargs] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("drafter", ["none", "hybrid"])
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_a_window_of_the_config_that_the_masks_do_not_know(kind: str, drafter: str) -> None:

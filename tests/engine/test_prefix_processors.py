@@ -119,6 +119,7 @@ def compare(
     return stats
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize("bias", [0.0, 2.5])
 def test_a_registered_class_drafts(mode: Kwargs, bias: float) -> None:
@@ -223,6 +224,7 @@ def by_input(rule: Rule, input_ids: Tensor, scores: Tensor) -> None:
 FAULTS = (by_calls, by_draws, by_scores, by_rows, by_input)
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_processor_that_depends_on_more_is_found(fault: Any, mode: Kwargs, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,6 +272,7 @@ def test_an_error_at_a_draft_drops_it(mode: Kwargs, drafter: str) -> None:
         assert mmspec.stats(model).num_draft_tokens > 0 or drafter == "chaos"
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize("drafter", ["hybrid", pytest.param("quantized", marks=needs_kernel)])
 @pytest.mark.parametrize("length", [0, 1, 4, 9])
@@ -295,6 +298,7 @@ def test_an_error_comes_at_its_step(mode: Kwargs, drafter: str, length: int, req
     assert drafts or not (copies and length)
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize("length", [0, 3])
 @pytest.mark.parametrize("batch", [1, 2, 3])

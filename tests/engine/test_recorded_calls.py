@@ -405,6 +405,7 @@ def test_the_controllers_choose_freely() -> None:
     assert recorder.draft_recordings > 1
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("num_ends", [1, 3])
 def test_rows_that_end(sampled: bool, num_ends: int) -> None:

@@ -119,6 +119,7 @@ def test_launches_of_a_round(kind: str, sampled: bool) -> None:
     assert max(one.copies for one in rounds) <= 8 + 2 * (kind == "dspark:1")
 
 
+@pytest.mark.every(2)
 @SAMPLED
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "parts"])
 def test_a_round_waits_once(whole: bool, sampled: bool) -> None:
@@ -185,6 +186,7 @@ def test_kernels_of_a_round(kind: str, limit: float) -> None:
     assert outside < 100, "launched one by one"
 
 
+@pytest.mark.every(2)
 @SAMPLED
 @pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "parts"])

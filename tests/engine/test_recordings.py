@@ -43,6 +43,7 @@ DRAFTERS = ("leaning-decoupled", "leaning-dspark:1", "lookup", "none")
 _ = pytest.fixture(autouse=True)(without_compiled_code)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "parts"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_function_may_run_twice(drafter: str, whole: bool) -> None:

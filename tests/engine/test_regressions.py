@@ -228,6 +228,7 @@ def test_a_default_device_that_is_not_the_models(mode: Kwargs) -> None:
 # --- how much is accepted ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @MODES
 @FAMILIES
 def test_everything_accepted(mode: Kwargs, family: str) -> None:

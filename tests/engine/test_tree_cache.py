@@ -87,6 +87,7 @@ def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
     assert len(buffer.layers) == layers
 
 
+@pytest.mark.every(2)
 @ALL
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("prompt", [3, WINDOW - 1, WINDOW, 15])

@@ -152,7 +152,7 @@ def test_a_cache_filled_under_autocast_has_the_types_of_a_dynamic_cache(family: 
 # --- interruptions ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @TWO
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize(
@@ -225,6 +225,7 @@ WINDOWS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.every(2)
 @MODES
 @WINDOWS
 @pytest.mark.parametrize("window", [3, 9])
@@ -321,7 +322,7 @@ def both(model: PreTrainedModel, inputs: tiny.Inputs, make: Callable[[], Kwargs]
     return stats
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @MODES
 @TWO
 @WRITES
@@ -336,6 +337,7 @@ def test_code_that_writes_into_the_ids(
     both(model, inputs, lambda: Scribbling(what, number, 40, where).argument, mode)
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("to_eos", [False, True])
@@ -372,6 +374,7 @@ def test_without_writing_a_criterion_stays_fast(mode: Kwargs) -> None:
 # --- user code that looks into its own cache --------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @MODES
 @TWO
 @pytest.mark.parametrize("where", ["criterion", "processor", "streamer"])

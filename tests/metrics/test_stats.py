@@ -161,6 +161,7 @@ def check(stats: Stats, batch: int) -> None:
     assert stats.ttft_s + stats.decode_s <= stats.total_s
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("drafter", ["none", "oracle", "bush", "wrong"])

@@ -312,6 +312,7 @@ def test_groups_of_experts_are_left_to_the_model() -> None:
         inside(model, tiny.build_inputs(model, 4, 1), lambda target, check=check: (use_c(target), check(target)))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_as_mixtral_has_them(dtype: str, implementation: str, forwards: list[bool]) -> None:
@@ -343,6 +344,7 @@ def test_eager_attention_in_half_precision_gives_the_bits_of_the_model(forwards:
     assert (torch.stack(mine.logits) == torch.stack(plain.logits)).float().mean() > 0.98
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3"])
 def test_calls_are_decoded_in_compiled_code(family: str, options: Kwargs, forwards: list[bool]) -> None:

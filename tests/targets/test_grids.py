@@ -43,6 +43,7 @@ def grid_states(prompt: Prompt, grid: VisualGrid) -> Tensor:
     return prompt.hidden_states[0][grid.row, list(grid.token_indices)]
 
 
+@pytest.mark.every(2)
 @FAMILY
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_grids_cover_the_placeholders_in_the_order_of_the_features(family: str, padding: str) -> None:

@@ -104,6 +104,7 @@ def without_compiled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
 
 
+@pytest.mark.every(2)
 @WHOLE
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_every_function_may_run_twice(name: str, whole: bool) -> None:

@@ -232,6 +232,7 @@ class FailsAtDrafts(LogitsProcessor):
         return scores
 
 
+@pytest.mark.every(2)
 @FAMILY
 @pytest.mark.parametrize("batch", [1, 3])
 def test_an_error_at_a_draft_restarts_from_the_prompt(family: str, batch: int) -> None:

@@ -112,6 +112,7 @@ def check(model: PreTrainedModel, kernel: CKernel | None = None) -> None:
     assert branches > 20
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl", "lfm2", "lfm3_vl"])
 def test_each_node_has_the_bits_of_its_path(family: str, dtype: str) -> None:
@@ -276,6 +277,7 @@ def _nan(model: PreTrainedModel) -> None:
     getattr(part, "weight", part).data.fill_(torch.nan)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "lfm3_vl", "gemma4"])
 @pytest.mark.parametrize("change", [_other_types, _no_projection, _no_weight, _nan], ids=lambda one: one.__name__[1:])
 def test_models_that_are_broken_fail_as_without_us(

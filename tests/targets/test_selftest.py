@@ -235,6 +235,7 @@ def test_a_foreign_module_in_another_precision(dtype: str) -> None:
         drafted([mmspec.stats(model, last=True)])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [Scaled, LastPosition, Single])
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_a_module_that_depends_on_the_rest_of_the_forward(kind: type, family: str) -> None:
@@ -578,6 +579,7 @@ def _rows_matter(model: Any) -> bool:
     return not all(map(torch.equal, whole, alone))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("forward", [_one_scale, _previous_position])
 def test_a_fault_of_a_model_that_amplifies_rounding(faulty: Any, forward: Any, dtype: str) -> None:

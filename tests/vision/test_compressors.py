@@ -268,6 +268,7 @@ def check_merging(grid: str, kind: str, max_tokens: int) -> None:
             assert abs(int(compressed.position_ids[row, slot]) - position) <= 0.5001
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("kind", ["pool", "conv"])
 def test_merging_equals_the_reference(grid: str, kind: str) -> None:

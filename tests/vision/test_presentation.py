@@ -187,6 +187,7 @@ def check_frames(content: bytes, fps: int, num_frames: int) -> bool:
     return True
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("codec", "suffix"), FILES)
 @pytest.mark.parametrize("share", [0.45, 0.7])
 def test_damage_is_never_spliced(codec: str, suffix: str, share: float, clips: Any) -> None:

@@ -296,6 +296,7 @@ def test_any_tree_size_works(target: FakeTarget, kind: str, max_nodes: int) -> N
     assert drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 1, [True, True]).num_nodes == 1
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("noisy", [False, True])
 def test_drafting_needs_no_host_copy(target: FakeTarget, kind: str, noisy: bool) -> None:

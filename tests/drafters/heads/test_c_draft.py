@@ -274,6 +274,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 # --- the same drafts --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_equal_those_of_the_head(
@@ -337,6 +338,7 @@ def test_rows_that_do_not_draft_and_small_trees(best_kernel: None, target: FakeT
         assert mine.num_nodes <= max_nodes and not mine.node_mask[1, 1:].any()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_have_ended_cost_nothing(
@@ -426,6 +428,7 @@ def test_changed_heads_are_not_recognised(
     assert begin_decoding(target, drafter, build_c_prompt(target, 8)).c_draft is None
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("own_scale", [None, 1.0, 0.5])
 @pytest.mark.parametrize("kind", [*FAMILIES, "dspark, as published", "dflash, as published"])
 def test_scaled_embeddings_and_logits(kind: str, own_scale: float | None, best_kernel: None, calls: Calls) -> None:

@@ -113,6 +113,7 @@ def reference_logits(target: FakeTarget, head: DsparkHead, feature: Tensor, prev
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("visual_mode", ["coupled", "text_only"])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
@@ -171,6 +172,7 @@ def test_drafting_needs_no_host_copy(target: FakeTarget, noisy: bool) -> None:
     check_no_host_copy(drafter, begin_decoding(target, drafter, prompt), 0, *LAYERS)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("visual_mode", ["coupled", "text_only"])
 @torch.no_grad()

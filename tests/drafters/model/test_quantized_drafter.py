@@ -65,6 +65,7 @@ def test_what_a_copy_reads_is_expected_from_its_bytes(
     assert found[0] == pytest.approx(copied.nbytes / read, rel=0.01)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_guide_changes_no_draft(sample: bool, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +163,7 @@ def test_targets_in_half_precision(dtype: torch.dtype) -> None:
     assert stats.num_accepted_tokens >= 0.5 * stats.num_draft_tokens > 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [QuantizedDrafter, SelfDrafter])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("batch", [1, 3])

@@ -39,6 +39,7 @@ def _own_copy(model: Any) -> ModelDrafter:
     return ModelDrafter(HFDraftModel(copy.deepcopy(model)))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("family", "new_drafter", "backend", "share"),
     [
@@ -190,6 +191,7 @@ def test_costs_are_kept_by_the_rows_that_have_not_ended(monkeypatch: pytest.Monk
     assert {rows for _, rows, *_ in drafter.economy.drafts_s.snapshot()} == (+drafts).keys()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_a_row_drafts_the_same_bits_whether_others_do(

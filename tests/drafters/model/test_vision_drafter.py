@@ -21,6 +21,7 @@ from mmspec.vision.registry import build_compressor
 FAMILIES = ("llava", "qwen2_5_vl", "llava_onevision", "gemma3")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("compressor", [None, "stride:1000", "stride:2"])
 @pytest.mark.parametrize("family", FAMILIES[:3])
 def test_the_target_itself_drafts_what_it_emits(family: str, compressor: str | None, caplog: Any) -> None:

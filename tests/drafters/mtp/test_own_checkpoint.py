@@ -68,6 +68,7 @@ def saved(family: str, folder: Path) -> tuple[PreTrainedModel, str]:
     return model, "assistant"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("change", "is_used"),
