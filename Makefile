@@ -16,7 +16,7 @@ help:
 	@echo "make test   ruff, mypy, pytest"
 	@echo "make test-app  the pages of mmspec demo, in a browser if Chromium is installed"
 	@echo "make research  the tests of research/: studies, and the training of the toy model"
-	@echo "make slow   the slow tests, in hours; their result is kept in research/slow_tests.txt"
+	@echo "make slow   the slow tests, in hours; the last result of each file is kept in research/slow_tests.txt"
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
 	@echo "make newest the same on the newest torch and transformers, and families' own processors, which need torchvision"
 	@echo "make docs   the documentation as pages, in site/"

@@ -12,7 +12,6 @@ import gc
 import itertools
 import os
 import shutil
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from _pytest.mark.structures import ParameterSet
 
 from mmspec.cpu import c_library
 
-START = time.time()
 ROOT = Path(__file__).resolve().parent.parent
 DURATIONS = ROOT / ".pytest_cache" / "durations.txt"
 """Seconds of each test of the last run, set-up included, the slowest first."""
@@ -37,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, default=number, help="random cases of the slow exactness run")
     parser.addoption("--first-seed", type=int, default=10_000, help="its first seed")
     parser.addoption("--shots", help="where test_app_browser.py keeps pictures of the pages")
-    parser.addoption("--keep-result", type=Path, help="file for the counts of the run, as `make slow` keeps it")
+    parser.addoption("--keep-result", type=Path, help="file of the last results by test file, as of `make slow`")
     parser.addoption("--cases-json", default=os.environ.get("MMSPEC_JSON"), help="where it writes its summary")
 
 
@@ -94,10 +92,18 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if file := config.getoption("--keep-result"):
         import kept_result as kept_result
 
-        reports = terminalreporter.stats
-        failed = [report.nodeid for name in ("failed", "error") for report in reports.get(name, [])]
-        counts = {name: len(reports.get(name, [])) for name in kept_result.OUTCOMES}
-        kept_result.write_result(file, counts, failed, time.time() - START)
+        counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        failed: defaultdict[str, list[str]] = defaultdict(list)
+        of_files: Counter[str] = Counter()
+        for outcome in kept_result.OUTCOMES:
+            for report in terminalreporter.stats.get(outcome, []):
+                name = report.nodeid.partition("::")[0]
+                counts[name][outcome] += 1
+                if outcome in ("failed", "error"):
+                    failed[name].append(report.nodeid)
+        for test, spent in seconds.items():
+            of_files[test.partition("::")[0]] += spent
+        kept_result.write_results(file, counts, of_files, failed)
 
 
 def pytest_collection_finish() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kept_result import write_result
+from kept_result import write_results
 
 import mmspec
 from mmspec.app.cli.main import build_parser
@@ -121,9 +121,13 @@ def test_some_parameters_are_slow_and_each_value_is_fast_once(pytestconfig: pyte
     assert [(row["one"], row["two"]) for row in fast] == [("a", "c"), ("a", "e"), ("b", "d"), ("b", "f")]
 
 
-def test_the_result_of_the_slow_tests_is_kept(tmp_path: Path) -> None:
+def test_the_results_of_the_slow_tests_are_kept_by_file(tmp_path: Path) -> None:
     file = tmp_path / "slow.txt"
-    write_result(file, {"passed": 3, "failed": 1, "deselected": 9}, ["tests/a.py::test_b[c]"], 120.0)
-    first, _, *lines = file.read_text(encoding="utf-8").splitlines()
-    assert re.match(r"The last `make slow`: \d{4}-\d\d-\d\d, commit \w+.*, torch [\d.]+\S*, transformers [\d.]+", first)
-    assert lines == ["3 passed, 1 failed, 0 error, 0 skipped; 2 minutes", "failed: tests/a.py::test_b[c]"]
+    write_results(
+        file, {"tests/a.py": {"passed": 3, "failed": 1, "deselected": 9}, "tests/b.py": {"passed": 2}}, {}, {}
+    )
+    write_results(file, {"tests/a.py": {"passed": 4}}, {"tests/a.py": 61.5}, {"tests/a.py": ["tests/a.py::test_b[c]"]})
+    _, _, first, second = file.read_text(encoding="utf-8").splitlines()
+    start = r"\d{4}-\d\d-\d\d \| \w+.* \| torch [\d.]+\S*, transformers [\d.]+ \| "
+    assert re.fullmatch(start + r"4 passed, 0 failed, 0 error, 0 skipped; test_b\[c\] \| 62 s \| tests/a.py", first)
+    assert second.endswith("2 passed, 0 failed, 0 error, 0 skipped | 0 s | tests/b.py")
