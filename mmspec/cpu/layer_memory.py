@@ -87,9 +87,8 @@ def log_nodes(
     layer.conv_state, layer.conv_window = state.conv.data_ptr(), window.data_ptr()
     if not layer.z.data:
         return NodeLog(window, None, _no_states)
-    sizes = batch, layer.num_value_heads, layer.key_size, layer.value_size
-    if layer.skip:
-        sizes = *sizes[:2], *sizes[:1:-1]
+    key_size, value_size = layer.key_size, layer.value_size
+    sizes = batch, layer.num_value_heads, *((value_size, key_size) if layer.skip else (key_size, value_size))
     old = state.recurrent
     if old is None or old.shape != sizes or not is_plain(old):
         return None

@@ -9,8 +9,8 @@
 
 #define CHANNELS 64 /* that a thread takes at once */
 
-/* The decay of the state of each value head and what it writes (a state space: its time step), from the products of one
-   node. */
+/* The decay of the state of each value head and what it writes (a state space: its time step, which transformers limits in
+   prompts alone), from the products of one node. */
 INLINE void NAME(rates)(const decoder_layer *l, const float *write, float *to, int64_t type) {
   const int64_t H = l->num_value_heads, kept = l->skip ? type : FLOAT32;
   for (int64_t h = 0; h < H; h++) {
