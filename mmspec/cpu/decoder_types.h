@@ -44,13 +44,16 @@ typedef struct {
   int64_t channels, conv_size;   /* conv_size: at most MOST_TAPS */
   const void *conv_state; /* [rows, channels, conv_size] of the decoder's type: the last inputs of each channel */
   void *conv_window;      /* [rows, channels, conv_size + nodes] the same and the inputs of the nodes */
-  /* One with a gated delta rule behind its convolution, whose channels are queries, keys and values. */
+  /* One with a gated delta rule behind its convolution, whose channels are queries, keys and values; or, with `skip`, a
+     state space (Mamba-2), whose channels are x (values), B (keys) and C (queries), and which has no `write`. */
   weights z, write, decay; /* of the gate [num_value_heads * value_size, D]; [num_value_heads, D] of the two rates */
-  const float *decay_log, *decay_bias, *mix_scale; /* [num_value_heads] twice; [value_size] */
+  const float *decay_log, *decay_bias, *mix_scale; /* [num_value_heads] twice; [value_size], of a state space all heads' */
+  const float *skip; /* [num_value_heads] factor of x in the output (D); NULL: a delta rule */
   int64_t num_key_heads, num_value_heads, key_size, value_size;
-  const float *state;    /* [rows, num_value_heads, key_size, value_size] */
+  const float *state;    /* [rows, num_value_heads, key_size, value_size]; the last two swapped of a state space */
   float *next_state;     /* the same behind the last node of each row */
-  float *mixed, *rates;  /* [rows * nodes, channels]; [rows * nodes, 2, num_value_heads] logarithm of decay, write */
+  float *mixed, *rates;  /* [rows * nodes, channels]; [rows * nodes, 2, num_value_heads] logarithm of decay, write or step */
+  int64_t state_type;    /* to which a state space rounds what it writes and reads: the decoder's */
   /* A layer of a block of positions whose two parts each stand between two mixtures of neighbours (dspark.h). */
   weights attention_changes, mlp_changes; /* [2 * num_taps * groups, D]: of a normalised input, what is added to the taps */
   const float *attention_taps, *mlp_taps; /* [2, num_taps, D] */

@@ -39,7 +39,7 @@ class LayerState:
 
     Attributes:
         conv: [R, C, K] the last inputs of each channel, of the decoder's type; R as of `DecoderContext.caches`.
-        recurrent: [R, H, K, V] float32 of a delta rule; None if the layer has none.
+        recurrent: [R, H, K, V] float32 of a delta rule, [R, H, V, K] of a state space; None if the layer has none.
     """
 
     conv: Tensor

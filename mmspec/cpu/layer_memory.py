@@ -13,7 +13,7 @@ from torch import Tensor
 from mmspec.cpu.addresses import new_floats
 from mmspec.cpu.decoder_types import DecoderInputs, LayerState, NodeLog
 from mmspec.cpu.layers import DecoderShape, LayerStruct
-from mmspec.cpu.weights import is_plain
+from mmspec.cpu.weights import FLOAT_TYPES, is_plain
 
 if TYPE_CHECKING:
     from mmspec.cpu.c_kernel import CKernel
@@ -87,14 +87,15 @@ def log_nodes(
     layer.conv_state, layer.conv_window = state.conv.data_ptr(), window.data_ptr()
     if not layer.z.data:
         return NodeLog(window, None, _no_states)
-    sizes = batch, layer.num_value_heads, layer.key_size, layer.value_size
+    key_size, value_size = layer.key_size, layer.value_size
+    sizes = batch, layer.num_value_heads, *((value_size, key_size) if layer.skip else (key_size, value_size))
     old = state.recurrent
     if old is None or old.shape != sizes or not is_plain(old):
         return None
     mixed, rates = new_floats(batch * nodes, layer.channels), new_floats(batch * nodes, 2, layer.num_value_heads)
     new = torch.empty_like(old)
     layer.state, layer.next_state = old.data_ptr(), new.data_ptr()
-    layer.mixed, layer.rates = mixed.data_ptr(), rates.data_ptr()
+    layer.mixed, layer.rates, layer.state_type = mixed.data_ptr(), rates.data_ptr(), FLOAT_TYPES[dtype]
     known = LayerStruct.from_buffer_copy(layer)  # the next forward changes the other
 
     def advance(counts: Tensor, path: Tensor, memory: tuple[Tensor, ...] = (old, mixed, rates)) -> Tensor:

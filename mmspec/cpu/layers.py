@@ -62,7 +62,7 @@ class DecoderShape:
         is_parallel: attention and feed-forward read the same input.
         is_centred: norms subtract the mean first (LayerNorm).
         residual_scale: factor of what layers add to the residual.
-        delta_heads: (key heads, value heads, size of a key, of a value) of layers with a delta rule.
+        delta_heads: (key heads, value heads, size of a key, of a value) of layers with a delta rule or a state space.
         per_layer_scales: factors of the embeddings of per-layer inputs, of their projection, and of the sum of both.
     """
 
@@ -127,7 +127,8 @@ class LayerWeights:
 
     Without k and v the keys and values are those of an earlier layer, without `up` there is no gate but an activation.
     With `conv` [C, K] there is a convolution in place of attention (mixers.h): q is [3 C, D], or [C, D] with a delta
-    rule, which has `z`, `write` and `decay`.
+    rule, which has `z`, `write` and `decay`; a state space (Mamba-2) has `skip` in place of `write`, and `mix_scale` of
+    all heads.
 
     With taps [2, K, D] both parts stand between two mixtures of neighbours (dspark.h); `changes` are [2 K groups, D].
     """
@@ -170,6 +171,7 @@ class LayerWeights:
     decay_log: Tensor | None = None
     decay_bias: Tensor | None = None
     mix_scale: Tensor | None = None
+    skip: Tensor | None = None
     head_gate: Weight | None = None
     attention_changes: Tensor | None = None
     mlp_changes: Tensor | None = None
@@ -277,8 +279,10 @@ def _shapes_of(weights: LayerWeights, shape: DecoderShape, layer: int) -> dict[s
             raise ValueError(f"the feed-forward must have at most {shape.intermediate_size} numbers; got {inner}")
     key_heads, heads, key_size, value_size = shape.delta_heads
     channels, taps = (0, 0) if weights.conv is None else weights.conv.shape
-    mixed = {"conv": (channels, taps), "z": (heads * value_size, hidden), "mix_scale": (value_size,)}
-    mixed |= dict.fromkeys(("write", "decay"), (heads, hidden)) | dict.fromkeys(("decay_log", "decay_bias"), (heads,))
+    scaled = value_size if weights.skip is None else heads * value_size
+    mixed = {"conv": (channels, taps), "z": (heads * value_size, hidden), "mix_scale": (scaled,)}
+    mixed |= dict.fromkeys(("write", "decay"), (heads, hidden))
+    mixed |= dict.fromkeys(("decay_log", "decay_bias", "skip"), (heads,))
     query = (width * (2 if shape.gates_attention else 1), columns)
     if weights.z is not None:
         query, width = (2 * key_heads * key_size + heads * value_size, hidden), heads * value_size

@@ -6,13 +6,16 @@
 
 #define PROMPT_STEP 32 /* tokens whose queries and keys, or channels, are kept at once */
 
-/* A gated delta rule. Of each token and head the numbers of q, k and v lie side by side. */
+/* A gated delta rule; with `skip` a state space, whose q, k and v are C, B and x, and which rounds nothing, as transformers
+   reads prompts. Of each token and head the numbers of q, k and v lie side by side. */
 typedef struct {
   const void *q, *k, *v;       /* [batch, tokens, heads, size] of `type` */
   const int64_t *steps;        /* [3, 3] numbers from a row, a token, a head of q, k and v to the next */
-  const float *decay, *write;  /* [batch, tokens, num_value_heads] logarithm of the decay; the part that is written */
-  void *out;                   /* [batch, tokens, num_value_heads, value_size] of `type` */
-  float *state;                /* [batch, num_value_heads, key_size, value_size] before the tokens, then behind them */
+  const float *decay, *write;  /* [batch, tokens, num_value_heads] logarithm of the decay; what is written, or the step */
+  const float *skip;           /* [num_value_heads] factor of v in the output; NULL: a delta rule */
+  void *out;                   /* [batch, tokens, num_value_heads, value_size] of `type`, of a state space float32 */
+  float *state;                /* [batch, num_value_heads, key_size, value_size] before the tokens, then behind them; of a
+                                  state space the last two swapped */
   int64_t batch, tokens, num_key_heads, num_value_heads;
   int64_t key_size, value_size; /* key_size: at most MOST_KEYS */
   int64_t type;
@@ -66,6 +69,20 @@ INLINE void NAME(read_tokens)(const delta_prompt *p, int64_t b, int64_t h, int64
   }
 }
 
+/* The same of a state space; `pairs` are C, and B times the time step. */
+INLINE void NAME(scan_tokens)(const delta_prompt *p, int64_t b, int64_t h, int64_t begin, int64_t end, const float *pairs,
+                              int64_t first, float *block) {
+  const int64_t D = p->key_size, V = p->value_size, H = p->num_value_heads, bytes = float_bytes(p->type);
+  const int64_t *const step = p->steps + 6, n = min64(2 * LANES, V - first);
+  float x[2 * LANES], found[2 * LANES];
+  for (int64_t t = begin; t < end; t++, pairs += 2 * D) {
+    const int64_t at = (b * p->tokens + t) * H + h;
+    widen((const char *)p->v + (b * step[0] + t * step[1] + h * step[2] + first) * bytes, p->type, n, x);
+    NAME(scan)(block, n, D, pairs + D, pairs, expf(p->decay[at]), x, found, FLOAT32);
+    for (int64_t r = 0; r < n; r++) ((float *)p->out)[at * V + first + r] = fmaf(x[r], p->skip[h], found[r]);
+  }
+}
+
 __attribute__((target(ISA))) static void NAME(read_prompts)(void *data) {
   delta_work *const w = data;
   const delta_prompt *const p = w->p;
@@ -81,12 +98,18 @@ __attribute__((target(ISA))) static void NAME(read_prompts)(void *data) {
       for (int64_t t = begin; t < end; t++) {
         widen((const char *)p->q + (b * q[0] + t * q[1] + key_head * q[2]) * bytes, p->type, D, wide);
         widen((const char *)p->k + (b * k[0] + t * k[1] + key_head * k[2]) * bytes, p->type, D, wide + D);
-        NAME(normalise_pair)(wide, wide + D, D, pairs + (t - begin) * 2 * D);
+        float *const pair = pairs + (t - begin) * 2 * D;
+        if (!p->skip) NAME(normalise_pair)(wide, wide + D, D, pair);
+        for (int64_t i = 0; p->skip && i < D; i++)
+          pair[i] = wide[i], pair[D + i] = wide[D + i] * p->write[(b * p->tokens + t) * H + h];
       }
       for (int64_t first = left; first < right; first += 2 * LANES) {
-        NAME(load_block)(state, D, V, first, block);
-        NAME(read_tokens)(p, b, h, begin, end, pairs, first, block);
-        NAME(store_block)(block, D, V, first, state);
+        NAME(load_block)(state, D, V, first, !!p->skip, block);
+        if (p->skip)
+          NAME(scan_tokens)(p, b, h, begin, end, pairs, first, block);
+        else
+          NAME(read_tokens)(p, b, h, begin, end, pairs, first, block);
+        NAME(store_block)(block, D, V, first, !!p->skip, state);
       }
     }
   }

@@ -3,18 +3,21 @@
    A short convolution (LFM2) multiplies two parts of a projection, convolves the product channel by channel and multiplies
    the result with the third. A gated delta rule (Qwen3.5) convolves queries, keys and values; then each value head
    lets its state decay, writes to it what differs from the value that the key finds there, and reads it by the query. A
+   state space (Mamba-2) writes its value times the key, and rounds as transformers decodes one token. A
    node reads the state behind its parent, which is copied for all children but the last. The states of a row stay as they
    are: what a commit needs of the nodes is written beside them, all of it where the row is in the caches. */
 
 #define CHANNELS 64 /* that a thread takes at once */
 
-/* The decay of the state of each value head and what it writes, from the products of one node. */
+/* The decay of the state of each value head and what it writes (a state space: its time step, which transformers limits in
+   prompts alone), from the products of one node. */
 INLINE void NAME(rates)(const decoder_layer *l, const float *write, float *to, int64_t type) {
-  const int64_t H = l->num_value_heads;
+  const int64_t H = l->num_value_heads, kept = l->skip ? type : FLOAT32;
   for (int64_t h = 0; h < H; h++) {
-    const float x = write[H + h] + l->decay_bias[h];
-    to[h] = -expf(l->decay_log[h]) * (x > 20 ? x : log1pf(expf(x)));
-    to[H + h] = round1(1 / (1 + expf(-write[h])), type);
+    const float x = round1(write[l->write.rows + h] + round1(l->decay_bias[h], kept), kept);
+    const float step = round1(x > 20 ? x : log1pf(expf(x)), kept);
+    to[h] = -expf(l->decay_log[h]) * step;
+    to[H + h] = l->skip ? step : round1(1 / (1 + expf(-write[h])), type);
   }
 }
 
@@ -56,8 +59,12 @@ INLINE void NAME(convolve)(const decoding *s, const decoder_layer *l, int64_t b,
 }
 
 /* A block of the state `from` [key_size, V] of a value head: columns from `first` on, at most 2 LANES of them, as
-   [key_size, 2, LANES]. */
-INLINE void NAME(load_block)(const float *from, int64_t D, int64_t V, int64_t first, float *block) {
+   [key_size, 2, LANES]; of a state space [V, key_size] as many rows, as they lie. */
+INLINE void NAME(load_block)(const float *from, int64_t D, int64_t V, int64_t first, int in_rows, float *block) {
+  if (in_rows) {
+    memcpy(block, from + first * D, (size_t)(min64(2 * LANES, V - first) * D) * sizeof(float));
+    return;
+  }
   from += first;
   for (int64_t i = 0; i < D; i++, from += V)
     for (int64_t j = 0; j < 2; j++) {
@@ -66,7 +73,11 @@ INLINE void NAME(load_block)(const float *from, int64_t D, int64_t V, int64_t fi
     }
 }
 
-INLINE void NAME(store_block)(const float *block, int64_t D, int64_t V, int64_t first, float *to) {
+INLINE void NAME(store_block)(const float *block, int64_t D, int64_t V, int64_t first, int in_rows, float *to) {
+  if (in_rows) {
+    memcpy(to + first * D, block, (size_t)(min64(2 * LANES, V - first) * D) * sizeof(float));
+    return;
+  }
   to += first;
   for (int64_t i = 0; i < D; i++, to += V)
     for (int64_t j = 0; j < 2 && first + j * LANES < V; j++)
@@ -124,6 +135,47 @@ INLINE void NAME(delta_rule)(const decoder_layer *l, int64_t n, int64_t h, int64
   if (n1) NAME(store_some)(out + LANES, NAME(round)(read[1], type), n1);
 }
 
+/* One token in n rows [D] of a state space: they decay, `write` [D] times the token's x is added, and `read` [D] reads them,
+   to `found`. What is written, and what is read, is rounded to `type`. */
+INLINE void NAME(scan)(float *block, int64_t n, int64_t D, const float *write, const float *read, float decay, const float *x,
+                       float *found, int64_t type) {
+  for (int64_t r = 0; r < n; r += 4) {
+    const int64_t rows = min64(4, n - r);
+    VEC sums[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
+    float four[4];
+    for (int64_t j = 0; j < rows; j++)
+      for (int64_t i = 0; i < D; i += LANES) {
+        float *const at = block + (r + j) * D + i;
+        const VEC written = NAME(round)(NAME(load_some)(write + i, D - i) * SET1(x[r + j]), type);
+        const VEC s = FMA(NAME(load_some)(at, D - i), SET1(decay), written);
+        NAME(store_some)(at, s, D - i);
+        sums[j] = FMA(NAME(round)(s, type), NAME(load_some)(read + i, D - i), sums[j]);
+      }
+    _mm_storeu_ps(four, NAME(sum4)(sums));
+    memcpy(found + r, four, (size_t)rows * sizeof(float));
+  }
+}
+
+/* Let a block of a state space read logged node n, as `delta_rule`. */
+INLINE void NAME(scan_node)(const decoder_layer *l, int64_t n, int64_t h, int64_t first, float *block, float *out) {
+  const int64_t H = l->num_value_heads, D = l->key_size, V = l->value_size, rows = min64(2 * LANES, V - first);
+  const int64_t type = l->state_type, group = h / (H / l->num_key_heads);
+  const float *const x = l->mixed + n * l->channels + h * V + first, *const rates = l->rates + 2 * n * H + h;
+  const float *const B = l->mixed + n * l->channels + H * V + group * D, *const C = B + l->num_key_heads * D;
+  float write[MOST_KEYS], found[2 * LANES];
+  for (int64_t i = 0; i < D; i++) write[i] = round1(rates[H] * B[i], type);
+  NAME(scan)(block, rows, D, write, C, expf(rates[0]), x, found, type);
+  for (int64_t r = 0; out && r < rows; r++)
+    out[r] = round1(round1(found[r], type) + round1(x[r] * l->skip[h], type), type);
+}
+
+INLINE void NAME(read_node)(const decoder_layer *l, int64_t n, int64_t h, int64_t first, float *block, float *out, int64_t type) {
+  if (l->skip)
+    NAME(scan_node)(l, n, h, first, block, out);
+  else
+    NAME(delta_rule)(l, n, h, first, block, out, type);
+}
+
 /* The same block behind each node of row b, at `own`, which must have room for `nodes` of them: what the nodes read to
    `attended`, the block behind the last node to `next_state`. */
 INLINE void NAME(read_nodes)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h, int64_t first, float *own) {
@@ -134,7 +186,7 @@ INLINE void NAME(read_nodes)(const decoding *s, const decoder_layer *l, int64_t 
   float *blocks[MAX_NODES] = {own};
   find_parents(d, b, parents);
   for (int64_t n = 1; n < N; n++) last_child[parents[n]] = n;
-  NAME(load_block)(l->state + state, D, V, first, own);
+  NAME(load_block)(l->state + state, D, V, first, !!l->skip, own);
   for (int64_t n = 0; n < N; n++) {
     if (n && last_child[parents[n]] == n) {
       blocks[n] = blocks[parents[n]];
@@ -142,9 +194,9 @@ INLINE void NAME(read_nodes)(const decoding *s, const decoder_layer *l, int64_t 
       blocks[n] = own + size * used++;
       memcpy(blocks[n], blocks[parents[n]], (size_t)size * sizeof(float));
     }
-    NAME(delta_rule)(l, cached * N + n, h, first, blocks[n], s->attended + (b * N + n) * width + h * V + first, d->type);
+    NAME(read_node)(l, cached * N + n, h, first, blocks[n], s->attended + (b * N + n) * width + h * V + first, d->type);
   }
-  NAME(store_block)(blocks[N - 1], D, V, first, l->next_state + state);
+  NAME(store_block)(blocks[N - 1], D, V, first, !!l->skip, l->next_state + state);
 }
 
 /* The states of one layer behind the first counts[b] of the nodes of `path` [batch, steps], to `to`. */
@@ -155,10 +207,10 @@ __attribute__((target(ISA))) static void NAME(advance)(const decoder_layer *l, i
   for (int64_t i = 0; i < batch * H; i++)
     for (int64_t first = 0; first < V; first += 2 * LANES) {
       const int64_t b = i / H, h = i % H;
-      NAME(load_block)(l->state + i * D * V, D, V, first, block);
+      NAME(load_block)(l->state + i * D * V, D, V, first, !!l->skip, block);
       for (int64_t n = 0; n < counts[b]; n++)
-        NAME(delta_rule)(l, b * N + path[b * steps + n], h, first, block, NULL, FLOAT32);
-      NAME(store_block)(block, D, V, first, to + i * D * V);
+        NAME(read_node)(l, b * N + path[b * steps + n], h, first, block, NULL, FLOAT32);
+      NAME(store_block)(block, D, V, first, !!l->skip, to + i * D * V);
     }
 }
 
@@ -179,7 +231,28 @@ INLINE void NAME(gate_heads)(const decoding *s, const decoder_layer *l, int64_t 
   meet(s->team);
 }
 
-/* A gated delta rule, from the products to `attended`. */
+/* What the heads of a state space have read, gated, then normalised in as many groups as B has, in place. */
+INLINE void NAME(gate_groups)(const decoding *s, const decoder_layer *l, int64_t *next) {
+  const decoder *d = s->d;
+  const int64_t G = l->num_key_heads, size = l->num_value_heads * l->value_size / G, type = d->type;
+  for (int64_t task = take(next); task < d->batch * d->nodes * G; task = take(next)) {
+    float *const x = s->attended + task * size;
+    const float *const z = s->qkv + task / G * d->mixer_width + l->channels + task % G * size;
+    for (int64_t k = 0; k < size; k += LANES) {
+      const VEC gate = NAME(load_some)(z + k, size - k), v = NAME(load_some)(x + k, size - k);
+      NAME(store_some)(x + k, v * (gate * NAME(sigmoid)(gate)), size - k);
+    }
+    const VEC scale = SET1(NAME(inverse_rms)(x, size, d->eps));
+    for (int64_t k = 0; k < size; k += LANES) {
+      const VEC v = NAME(round)(NAME(load_some)(x + k, size - k) * scale, type);
+      const VEC scaled = v * NAME(load_some)(l->mix_scale + task % G * size + k, size - k);
+      NAME(store_some)(x + k, NAME(round)(scaled, type), size - k);
+    }
+  }
+  meet(s->team);
+}
+
+/* A gated delta rule or a state space, from the products to `attended`. */
 INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t N = d->nodes, H = l->num_value_heads, V = l->value_size, C = l->channels, type = d->type;
@@ -202,7 +275,10 @@ INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *ow
   for (int64_t task = take(next + READ_PHASE); task < d->batch * H * columns; task = take(next + READ_PHASE))
     NAME(read_nodes)(s, l, task / columns / H, task / columns % H, task % columns * 2 * LANES, own);
   meet(s->team);
-  NAME(gate_heads)(s, l, next + GATE_HEADS_PHASE);
+  if (l->skip)
+    NAME(gate_groups)(s, l, next + GATE_HEADS_PHASE);
+  else
+    NAME(gate_heads)(s, l, next + GATE_HEADS_PHASE);
 }
 
 /* A layer's convolution and what follows, with its projections, from `x` to `x`. */
@@ -212,8 +288,8 @@ INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, i
   const int64_t V = H * l->value_size, blocks = ceil_div(C, CHANNELS);
   const int type = (int)d->type;
   float *const z = s->qkv + C;
-  const part in[] = {{&l->q, l->q_bias, s->qkv, l->q.rows}, {&l->z, NULL, z, V}, {&l->write, NULL, z + V, H},
-                     {&l->decay, NULL, z + V + H, H}};
+  const part in[] = {{&l->q, l->q_bias, s->qkv, l->q.rows}, {&l->z, NULL, z, V}, {&l->write, NULL, z + V, l->write.rows},
+                     {&l->decay, NULL, z + V + l->write.rows, H}};
   NAME(pack_rows)(d, &l->q, s->x, R, l->input_norm, own + normed_at(d), own);
   NAME(multiply_parts)(&(rows){own, R, D, d->mixer_width, 0, type, 0}, in, l->z.data ? 4 : 1, next + QKV_PHASE);
   meet(s->team);

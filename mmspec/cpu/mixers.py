@@ -1,5 +1,5 @@
 """What layers with a state compute between their projections, over whole prompts, in C (mixer_prompts.h): a gated delta
-rule and a short convolution. Independent of models.
+rule, a state space and a short convolution. Independent of models.
 """
 
 from __future__ import annotations
@@ -49,22 +49,66 @@ def delta_rule(
         What is read [B, L, G, V] of that dtype, contiguous, and the last state, float32, a tensor of its own. None if
         these tensors are not for this kernel, or if a number of that state is not finite.
     """
-    tensors = [query, key, value, g, beta, *(() if initial_state is None else (initial_state,))]
+    return _read(kernel, query, key, value, g, beta, initial_state)
+
+
+def state_space(
+    kernel: CKernel,
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """A state space (Mamba-2): each token lets the state decay, adds its x times B times the time step, and reads by C.
+
+    Args:
+        kernel: the C kernel.
+        x: [B, L, G, V] in float32, bfloat16 or float16.
+        dt: [B, L, G] time steps.
+        decay: [B, L, G] logarithm of the decay.
+        b, c: [B, L, H, D] of the same dtype as x; D at most 256. Heads G/H h to G/H (h + 1) - 1 have those of group h.
+        skip: [G] factors of x that are added to what is read.
+        initial_state: [B, G, V, D], or None for zeros.
+
+    Returns:
+        What is read [B, L, G, V] and the last state, float32; None as `delta_rule`.
+    """
+    return _read(kernel, c, b, x, decay, dt, initial_state, skip)
+
+
+def _read(
+    kernel: CKernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    skip: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """See `delta_rule`; with `skip` of a state space."""
+    tensors = [query, key, value, g, beta, *(one for one in (initial_state, skip) if one is not None)]
     if not _are_plain(tensors) or not query.dtype is key.dtype is value.dtype or query.dtype not in FLOAT_TYPES:
         return None
     if not query.dim() == value.dim() == 4 or query.shape != key.shape or value.shape[:2] != query.shape[:2]:
         return None
     (batch, length, key_heads, key_size), (value_heads, value_size) = query.shape, value.shape[2:]
-    state_shape = (batch, value_heads, key_size, value_size)
+    state_shape = (batch, value_heads, *((key_size, value_size) if skip is None else (value_size, key_size)))
     if not value.numel() or not query.numel() or value_heads % key_heads or key_size > MOST_KEYS:
         return None
     if not g.shape == beta.shape == value.shape[:3] or (
         initial_state is not None and initial_state.shape != state_shape
     ):
         return None
+    if skip is not None and skip.shape != (value_heads,):
+        return None
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     decay, write = g.float().contiguous(), beta.float().contiguous()
-    out = torch.empty(value.shape, dtype=query.dtype, device="cpu")
+    factors = None if skip is None else skip.detach().float().contiguous()
+    out = torch.empty(value.shape, dtype=query.dtype if skip is None else torch.float32, device="cpu")
     state = torch.zeros(state_shape, dtype=torch.float32, device="cpu")
     if initial_state is not None:
         state.copy_(initial_state)
@@ -77,6 +121,7 @@ def delta_rule(
             ctypes.addressof(steps),
             decay.data_ptr(),
             write.data_ptr(),
+            None if factors is None else factors.data_ptr(),
             out.data_ptr(),
             state.data_ptr(),
             *numbers,

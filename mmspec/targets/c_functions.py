@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmspec.cpu import mixers
 from mmspec.cpu.c_kernel import CKernel
@@ -23,6 +24,8 @@ from mmspec.targets.module_scan import is_library_code
 
 DELTA_RULE = ("query", "key", "value", "g", "beta")
 """First parameters of a gated delta rule."""
+STATE_SPACE = ("hidden_states", "dt", "A", "B", "C", "chunk_size")
+"""The same of a state space (Mamba-2)."""
 CONVOLUTION = ("hidden_states", "weight", "bias", "activation")
 """First parameters of a causal convolution without a state."""
 ACTIVATIONS = {None: False, "silu": True, "swish": True}
@@ -33,9 +36,12 @@ TOLERANCE = 1e-4
 """Of an example in float32 whose numbers are below 1."""
 
 
+Computation = Callable[[CKernel, Mapping[str, Any]], Any]
+
+
 def may_be_computed(parameters: Sequence[str]) -> bool:
     """Whether a function with parameters of these names may be one that C computes."""
-    return tuple(parameters[: len(DELTA_RULE)]) == DELTA_RULE or tuple(parameters[: len(CONVOLUTION)]) == CONVOLUTION
+    return _known(parameters) is not None
 
 
 def in_c(kernel: CKernel, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
@@ -51,17 +57,13 @@ def in_c(kernel: CKernel, function: Callable[..., Any], values: Mapping[str, Any
 
 
 @functools.lru_cache(maxsize=256)
-def find_computation(
-    kernel: CKernel, function: Callable[..., Any]
-) -> Callable[[CKernel, Mapping[str, Any]], Any] | None:
+def find_computation(kernel: CKernel, function: Callable[..., Any]) -> Computation | None:
     """What computes a function in C, or None. Runs both on an example, once for each function."""
     if not isinstance(function, types.FunctionType) or not is_library_code(function):
         return None
-    parameters = tuple(inspect.signature(function).parameters)
-    if not may_be_computed(parameters):
+    if (known := _known(tuple(inspect.signature(function).parameters))) is None:
         return None
-    is_delta_rule = parameters[: len(DELTA_RULE)] == DELTA_RULE
-    compute, example = (_delta_rule, _delta_example()) if is_delta_rule else (_convolution, _convolution_example())
+    compute, example = known[0], known[1]()
     with torch.inference_mode():
         found = compute(kernel, example)
         try:
@@ -77,6 +79,18 @@ def _delta_rule(kernel: CKernel, values: Mapping[str, Any]) -> tuple[Tensor, Ten
     query, key, value, g, beta = (values[name] for name in DELTA_RULE)
     found = mixers.delta_rule(kernel, query, key, value, g, beta, values.get("initial_state"))
     return found if found is None or values.get("output_final_state") else (found[0], None)
+
+
+def _state_space(kernel: CKernel, values: Mapping[str, Any]) -> tuple[Tensor, Tensor] | Tensor | None:
+    dt, bias, skip = values["dt"], values.get("dt_bias"), values.get("D")
+    if skip is None or values.get("z") is not None:
+        return None
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    dt = functional.softplus(dt) if values.get("dt_softplus") else dt
+    dt = dt.clamp(*values.get("dt_limit", (0.0, math.inf))).float()
+    parts = values["hidden_states"], dt, values["A"].float() * dt, values["B"], values["C"], skip
+    found = mixers.state_space(kernel, *parts, values.get("initial_states"))
+    return found if found is None or values.get("return_final_states") else found[0]
 
 
 def _convolution(kernel: CKernel, values: Mapping[str, Any]) -> Tensor | None:
@@ -103,6 +117,15 @@ def _delta_example() -> dict[str, Any]:
     }
 
 
+def _state_space_example() -> dict[str, Any]:
+    """More tokens than two chunks have, behind a state; some time steps are at a limit."""
+    groups = {name: _numbers(2, 20, 2, 8, factor) for name, factor in (("B", 3), ("C", 5))}
+    tensors = {"hidden_states": _numbers(2, 20, 4, 6), "dt": _numbers(2, 20, 4), "A": -_numbers(4).square()}
+    tensors |= {name: part[..., 2] for name, part in groups.items()}
+    tensors |= {"D": _numbers(4, 2)[:, 1], "dt_bias": _numbers(4), "initial_states": _numbers(2, 4, 6, 8)}
+    return tensors | {"chunk_size": 8, "dt_softplus": True, "dt_limit": (0.5, 1.0), "return_final_states": True}
+
+
 def _convolution_example() -> dict[str, Any]:
     return {"hidden_states": _numbers(2, 6, 9), "weight": _numbers(6, 4), "bias": _numbers(6), "activation": "silu"}
 
@@ -120,3 +143,13 @@ def _agree(found: Any, want: Any) -> bool:
         and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
         for a, b in pairs
     )
+
+
+def _known(parameters: Sequence[str]) -> tuple[Computation, Callable[[], dict[str, Any]]] | None:
+    """What may compute a function with these parameters, and an example; None if there is none."""
+    known = {
+        DELTA_RULE: (_delta_rule, _delta_example),
+        STATE_SPACE: (_state_space, _state_space_example),
+        CONVOLUTION: (_convolution, _convolution_example),
+    }
+    return next((one for names, one in known.items() if tuple(parameters[: len(names)]) == names), None)

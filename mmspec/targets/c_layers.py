@@ -27,6 +27,8 @@ ALIASES = {
     **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"},
     **{"out_proj": "o_proj", "embedding_norm": "norm", "fc1": "up_proj", "fc2": "down_proj"},
     **{"query_layernorm": "q_norm", "key_layernorm": "k_norm"},
+    **{"pre_ff_layernorm": "post_attention_layernorm", "final_layernorm": "norm"},
+    **{"shared_mlp": "mlp", "input_linear": "gate_up_proj", "output_linear": "down_proj"},
 }
 """{name of a part: what others call it}"""
 PER_LAYER = {"per_layer_gate": "per_layer_input_gate", "per_layer_out": "per_layer_projection"}
@@ -39,9 +41,14 @@ IDLE_NAMES = frozenset(
     )
 )
 """Parts that do nothing outside training, or in some models, if they are of `WITHOUT_EFFECT`."""
+SIZE_NAMES = (
+    ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+    ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
+)
+"""Attributes of a delta rule, and of a state space."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-ACTIVATION_NAMES = ("act_fn", "activation_fn")
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "activation")
 ROUTER_BIAS = "e_score_correction_bias"
 SHARED_NAMES = ("shared_expert", "shared_experts")
 UNKNOWN_EXPERTS = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
@@ -58,7 +65,14 @@ def parts_of(module: Any) -> dict[str, Any]:
 def mixer_of(layer: Any) -> Any:
     """Attention of a decoder layer, or what it has in its place."""
     parts = parts_of(layer)
-    return next((parts[name] for name in ("self_attn", "conv", "linear_attn") if name in parts), None)
+    return next((parts[name] for name in ("self_attn", "conv", "linear_attn", "mamba") if name in parts), None)
+
+
+def recurrent_sizes(mixer: Any) -> tuple[int, int, int, int]:
+    """`DecoderShape.delta_heads` of what is not attention."""
+    names = next(names for names in SIZE_NAMES if hasattr(mixer, names[0]))
+    heads, value_heads, key_size, value_size = (int(getattr(mixer, name)) for name in names)
+    return heads, value_heads, key_size, value_size
 
 
 def layer_weights(layer: Any) -> LayerWeights | None:
@@ -76,7 +90,7 @@ def layer_weights(layer: Any) -> LayerWeights | None:
         return None
     if layer._parameters or not set(layer._buffers) <= {"layer_scalar"} or not has_only_modules(parts["mlp"]):
         return None
-    kinds = {"conv": _short_convolution, "linear_attn": _delta_rule, "self_attn": _attention}
+    kinds = {"conv": _short_convolution, "linear_attn": _delta_rule, "mamba": _state_space, "self_attn": _attention}
     mixed = next(read(mixer) for name, read in kinds.items() if name in parts)
     gated = _gated(parts["mlp"]) or _experts(parts["mlp"])
     if mixed is None or gated is None:
@@ -166,6 +180,22 @@ def _delta_rule(mixer: Any) -> dict[str, Any] | None:
     return None if found is None else found | rates
 
 
+def _state_space(mixer: Any) -> dict[str, Any] | None:
+    """Weights of Mamba-2, whose first projections are one, with a gated norm behind it."""
+    parts = parts_of(mixer)
+    if set(parts) - {"act"} != {"in_proj", "conv1d", "norm", "o_proj"} or mixer._buffers or not is_norm(parts["norm"]):
+        return None
+    if set(mixer._parameters) != {"dt_bias", "A_log", "D"} or getattr(mixer, "activation", None) != "silu":
+        return None
+    found = _mixer_weights(mixer, parts["conv1d"], {"q": "in_proj", "o": "o_proj"})
+    if found is None or found["q_bias"] is not None:
+        return None
+    width, heads, channels = parts["norm"].weight.numel(), mixer.A_log.numel(), len(found["conv"])
+    found |= dict(zip(("z", "q", "decay"), found["q"].split((width, channels, heads)), strict=True))
+    rates = {"decay_log": mixer.A_log, "decay_bias": mixer.dt_bias, "skip": mixer.D}
+    return found | rates | {"mix_scale": parts["norm"].weight}
+
+
 def _gated(mlp: Any) -> dict[str, Tensor | None] | None:
     """Weights of a feed-forward, whose first projections may be one, or that has no gate; None if it is none."""
     parts = parts_of(mlp)
@@ -181,7 +211,7 @@ def _gated(mlp: Any) -> dict[str, Tensor | None] | None:
         return {"gate": first.weight, "gate_bias": first.bias, **down}
     if names != {"gate_up_proj", "down_proj"}:
         return None
-    size, both = mlp.down_proj.in_features, mlp.gate_up_proj
+    size, both = parts["down_proj"].in_features, parts["gate_up_proj"]
     bias = (None, None) if both.bias is None else (both.bias[:size], both.bias[size:])
     return {"gate": both.weight[:size], "gate_bias": bias[0], "up": both.weight[size:], "up_bias": bias[1], **down}
 

@@ -33,6 +33,7 @@ from mmspec.targets.c_layers import (
     layer_weights,
     mixer_of,
     parts_of,
+    recurrent_sizes,
 )
 from mmspec.targets.c_probes import activation_of, common_norm_traits, embed_scale_of, routing_traits
 from mmspec.targets.forward import takes_one_mask
@@ -102,7 +103,7 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
     """
     text_model = adapter.text_model
     layers, parts = list(getattr(text_model, "layers", ())), parts_of(text_model)
-    if not layers or set(parts) - {*PER_LAYER_INPUTS, UNSCALED} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+    if not layers or set(parts) - {*PER_LAYER_INPUTS, UNSCALED, "rotary_emb"} != {"embed_tokens", "layers", "norm"}:
         return
     num_layers = {adapter.num_layers, text_model.config.num_hidden_layers}
     if not adapter.layer_types <= LAYER_TYPES or num_layers != {len(layers)}:
@@ -114,11 +115,12 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
     if scale is None or not is_plain_linear(lm_head) or len(weights) < len(layers) or per_layer is None:
         return
     types = _layer_types(adapter, len(layers))
-    takes_type = "layer_type" in inspect.signature(type(text_model.rotary_emb).forward).parameters
+    rotary = parts.get("rotary_emb")  # none of models without positions
+    takes_type = rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters
     is_unscaled = [kind == "unscaled" for kind in getattr(text_model, "rope_types", types)]
     rotaries = [
-        Rotary(parts[UNSCALED if plain else "rotary_emb"], embeddings.weight.dtype, one if takes_type else None)
-        if one in ATTENTION_TYPES
+        Rotary(parts[UNSCALED] if plain else rotary, embeddings.weight.dtype, one if takes_type else None)
+        if rotary is not None and one in ATTENTION_TYPES
         else None
         for one, plain in zip(types, is_unscaled, strict=True)
     ]
@@ -130,7 +132,7 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
         shapes = [shape]
     for one in shapes:
         own: list[RotaryFn | None] = [
-            rotary if one.sizes_of(index)[2] else None for index, rotary in enumerate(rotaries)
+            angles if one.sizes_of(index)[2] else None for index, angles in enumerate(rotaries)
         ]
         yield DecoderParts(one, weights, ends, own, shared)
 
@@ -172,8 +174,7 @@ def _shapes(
         "eps": {eps_of(norm) for norm in all_norms},
         "scaling": {float(one.scaling) for one in attentions},
         "attention_softcap": {float(getattr(one, "attn_logit_softcapping", None) or 0.0) for one in attentions},
-        "delta_heads": {(one.num_k_heads, one.num_v_heads, one.head_k_dim, one.head_v_dim) for one in deltas}
-        or {(0,) * 4},
+        "delta_heads": set(map(recurrent_sizes, deltas)) or {(0,) * 4},
         "residual_scale": {float(getattr(layer, "residual_multiplier", 1.0)) for layer in layers},
         "is_parallel": {is_parallel(layer) for layer in layers},
         "gates_heads": {layer.head_gate is not None for layer in weights if layer.conv is None},
@@ -194,6 +195,7 @@ def _shapes(
         return []
     sizes, gates = found
     used = [size for size, one in zip(sizes, weights, strict=True) if one.conv is None]
+    rotary = next((one for one in rotaries if one is not None), None)
     window = None if takes_one_mask(adapter) else adapter.sliding_window
     windows = tuple(window if window and one == "sliding_attention" else 0 for one in types)
     shape = DecoderShape(
@@ -210,14 +212,16 @@ def _shapes(
         is_eager=adapter.attention == "eager",
         rotary_size=max(size[2] for size in used),
         windows=windows if any(windows) else (),
-        head_sizes=tuple(sizes) if len(set(used)) > 1 else (),
+        head_sizes=tuple(sizes) if len(set(used)) > 1 or rotary is None else (),
         owners=tuple(owners) if owners != list(range(len(owners))) else (),
         gates_attention=gates,
         shared_size=max(0 if one.shared_gate is None else one.shared_gate.shape[0] for one in weights),
         **constants,
         **routing,
     )
-    angles = next(one for one in rotaries if one is not None)(torch.arange(8, device="cpu"))[0]
+    if rotary is None:
+        return [shape]
+    angles = rotary(torch.arange(8, device="cpu"))[0]
     is_of_halves = torch.equal(*angles.chunk(2, -1))
     candidates = [shape, replace(shape, is_interleaved=True)] if is_of_halves else [replace(shape, is_interleaved=True)]
     return candidates + [_without_positions(one, types) for one in candidates if {*ATTENTION_TYPES} <= {*types}]
@@ -256,17 +260,18 @@ def _head_sizes(
     rotated = {one: one(positions)[0].shape[1] for one in set(rotaries) if one is not None}
     for index, (mixer, layer) in enumerate(zip(mixers, weights, strict=True)):
         rotary, keys = rotaries[index], weights[owners[index]].k
-        if rotary is None or keys is None or layer.q.shape[0] % heads:
+        if layer.conv is not None:
             sizes.append((1, 2, 0))
-            if layer.conv is None:
-                return None
             continue
+        if keys is None or layer.q.shape[0] % heads:
+            return None
         size, width = int(mixer.head_dim), layer.q.shape[0] // heads
         kv_heads, is_whole = divmod(keys.shape[0], size)
+        turned = 0 if rotary is None else rotated[rotary]
         fits = not is_whole and kv_heads and heads % kv_heads == 0 and width in (size, 2 * size)
-        if not fits or rotated[rotary] % 2 or rotated[rotary] > size:
+        if not fits or turned % 2 or turned > size:
             return None
-        sizes.append((kv_heads, size, rotated[rotary]))
+        sizes.append((kv_heads, size, turned))
         gates.add(width > size)
     return (sizes, gates.pop()) if len(gates) == 1 else None
 

@@ -10,11 +10,13 @@ import torch
 from c_bugs import faulty_kernel, faulty_sources
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from mmspec.cpu import c_library, mixers
 from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.layers import LayerStruct
+from mmspec.cpu.weights import FLOAT_TYPES
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -247,6 +249,129 @@ def test_what_is_not_finite_is_left_to_torch(kernel: CKernel, which: int) -> Non
         assert found is not None and found[0].isnan().any(-1).sum() == 2  # two heads of values have that query
 
 
+# --- a state space ----------------------------------------------------------------------------------------------------
+
+
+def space_inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """x, time steps, logarithms of decay, B, C, factors of x, state."""
+    c, b, x, decay, _, state = delta_inputs(sizes, dtype)
+    steps = functional.softplus(numbers(sizes.batch, sizes.length, sizes.heads, seed=7)).to(dtype).float()
+    return x, steps, decay, b, c, numbers(sizes.heads, seed=8).to(dtype), state.transpose(2, 3).contiguous()
+
+
+def slow_space(
+    x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same in double precision, token by token."""
+    x, dt, decay, b, c, skip, state = (part.double() for part in (x, dt, decay, b, c, skip, state))
+    b, c = (part.repeat_interleave(x.shape[2] // part.shape[2], 2) for part in (b, c))
+    found = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        written = torch.einsum("bh,bhv,bhk->bhvk", dt[:, t], x[:, t], b[:, t])
+        state = state * decay[:, t, :, None, None].exp() + written
+        found[:, t] = torch.einsum("bhvk,bhk->bhv", state, c[:, t]) + skip[:, None] * x[:, t]
+    return found, state
+
+
+def space(kernel: CKernel, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    found = mixers.state_space(kernel, *inputs)
+    assert found is not None
+    return found
+
+
+def check_space(kernel: CKernel, sizes: Sizes, dtype: torch.dtype) -> None:
+    """Numbers of double precision, and no bit depends on how the tokens and rows are divided."""
+    inputs = space_inputs(sizes, dtype)
+    found, state = space(kernel, inputs)
+    assert found.dtype is state.dtype is torch.float32
+    for mine, want in zip((found, state), slow_space(*inputs), strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=0, atol=2e-6 * (1 + want.abs().max().item()))
+    parts, behind = list[Tensor](), inputs[6]
+    begin, step = 0, 1
+    while begin < sizes.length:
+        tokens = [part[:, begin : begin + step] for part in inputs[:5]]
+        part, behind = space(kernel, (*tokens, inputs[5], behind))
+        parts.append(part)
+        begin, step = begin + step, step % 7 + 1
+    assert torch.equal(torch.cat(parts, 1), found) and torch.equal(behind, state)
+    for row in range(sizes.batch):
+        alone = space(kernel, tuple(part if part.dim() == 1 else part[row : row + 1] for part in inputs))
+        assert torch.equal(alone[0][0], found[row]) and torch.equal(alone[1][0], state[row])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_state_space_is_right_and_its_bits_the_same_in_any_division(
+    kernel: CKernel, sizes: Sizes, dtype: torch.dtype
+) -> None:
+    check_space(kernel, sizes, dtype)
+
+
+def advanced_space(kernel: CKernel, sizes: Sizes, inputs: tuple[Tensor, ...]) -> Tensor:
+    """The state that a commit of all tokens leaves, if they are the nodes of a round."""
+    x, dt, decay, b, c, skip, state = inputs
+    mixed = torch.cat([part.float().flatten(2) for part in (x, b, c)], 2).contiguous()
+    rates, out, factors = torch.stack([decay, dt], 2).contiguous(), torch.empty_like(state), skip.float()
+    layer = LayerStruct(
+        channels=mixed.shape[2],
+        num_key_heads=sizes.key_heads,
+        num_value_heads=sizes.heads,
+        key_size=sizes.key_size,
+        value_size=sizes.value_size,
+        state=state.data_ptr(),
+        mixed=mixed.data_ptr(),
+        rates=rates.data_ptr(),
+        skip=factors.data_ptr(),
+        state_type=FLOAT_TYPES[x.dtype],
+    )
+    path, counts = torch.arange(sizes.length).expand(sizes.batch, -1), torch.full((sizes.batch,), sizes.length)
+    kernel.advance(c_library.ctypes.addressof(layer), sizes.length, path, counts, out)
+    return out
+
+
+def check_space_steps(kernel: CKernel, dtype: torch.dtype) -> None:
+    """A round rounds what it writes as transformers does, which decodes token by token."""
+    sizes = Sizes(2, 30, 2, 6, 40, 56)
+    x, dt, decay, b, c, skip, state = inputs = space_inputs(sizes, dtype)
+    dt = dt.to(dtype)
+    want, size = state.clone(), (sizes.heads, sizes.value_size)
+    for t in range(sizes.length):
+        steps = dt[:, t, :, None].expand(-1, *size)
+        for row in range(sizes.batch):  # whose slopes differ here
+            slope = (decay[row, t] / dt[row, t].float())[:, None, None].expand(-1, *state.shape[2:])
+            one = slice(row, row + 1)
+            modeling_bamba.mamba2_selective_state_update(
+                want[one], x[one, t], steps[one], slope, b[one, t], c[one, t], skip[:, None].expand(size)
+            )
+    found = advanced_space(kernel, sizes, inputs)
+    torch.testing.assert_close(found, want, rtol=2e-6, atol=2e-6 * want.abs().max().item())
+    if dtype is torch.float32:  # else a prompt rounds less, as in transformers
+        assert torch.equal(found, space(kernel, inputs)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_state_space_writes_what_a_step_of_transformers_does(kernel: CKernel, dtype: torch.dtype) -> None:
+    check_space_steps(kernel, dtype)
+
+
+def test_other_tensors_of_a_state_space_are_left_to_torch(kernel: CKernel) -> None:
+    x, dt, decay, b, c, skip, state = space_inputs(Sizes())
+    assert mixers.state_space(kernel, x, dt, decay, b, c, nn.Parameter(skip), None) is not None
+    others: list[tuple[Any, ...]] = [
+        (x.double(), dt, decay, b.double(), c.double(), skip, state),
+        (x, dt, decay, b.bfloat16(), c, skip, state),
+        (x, dt, decay, b, c[:, :, :1], skip, state),
+        (x, dt, decay, b, c, skip[:1], state),
+        (x, dt, decay, b, c, skip.as_subclass(Traced), state),
+        (x, dt, decay, b, c, skip, state.transpose(2, 3)),
+        (x, dt, decay, b, c, skip, state.fill_(torch.inf)),
+    ]
+    assert all(mixers.state_space(kernel, *one) is None for one in others)
+
+
+# --- a convolution ----------------------------------------------------------------------------------------------------
+
+
 def conv_inputs(batch: int, channels: int, length: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return (
         numbers(batch, channels, length).to(dtype),
@@ -308,6 +433,9 @@ def check_all(kernel: CKernel) -> None:
     for dtype in DTYPES:
         check_delta(kernel, SIZES[0], dtype)
         check_delta(kernel, SIZES[3], dtype)
+        check_space(kernel, SIZES[0], dtype)
+        check_space(kernel, SIZES[3], dtype)
+        check_space_steps(kernel, dtype)
         check_convolution(kernel, (2, 70, 75, 4), dtype)
 
 
@@ -319,6 +447,18 @@ BUGS = {
     "columns that are no whole block": (
         "const int64_t n = min64(2 * LANES, V - first), *const",
         "const int64_t n = 2 * LANES <= V - first ? 2 * LANES : LANES < V - first ? LANES : V - first, *const",
+    ),
+    "B without its time step": (
+        "pair[D + i] = wide[D + i] * p->write[(b * p->tokens + t) * H + h];",
+        "pair[D + i] = wide[D + i];",
+    ),
+    "factors of another head": ("fmaf(x[r], p->skip[h], found[r]);", "fmaf(x[r], p->skip[0], found[r]);"),
+    "rows of another four": ("SET1(x[r + j]), type);", "SET1(x[j]), type);"),
+    "what is written is not rounded": ("write[i] = round1(rates[H] * B[i], type);", "write[i] = rates[H] * B[i];"),
+    "B of another group": ("group = h / (H / l->num_key_heads);", "group = h % l->num_key_heads;"),
+    "a state space is stored in columns": (
+        "NAME(store_block)(block, D, V, first, !!p->skip, state);",
+        "NAME(store_block)(block, D, V, first, 0, state);",
     ),
     "a convolution forgets what was before its step": ("t = max64(0, begin - K + 1);", "t = begin;"),
     "taps of another channel": ("p->taps + k * C + first + c", "p->taps + k * C + c"),

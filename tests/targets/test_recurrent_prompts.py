@@ -15,6 +15,7 @@ from parity import assert_parity, generate_tokens
 from recurrent_models import OTHERS, model_of, one_row, ragged, text_batch, text_model
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.bamba import modeling_bamba
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -25,7 +26,7 @@ from mmspec.targets.c_functions import find_computation
 from mmspec.targets.model_state import describe_calls
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
-DELTA, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
+DELTA, CONVOLUTION, SPACE = "torch_chunk_gated_delta_rule", "causal_conv1d_fn", "mamba2_chunk_scan"
 OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
 
 
@@ -38,8 +39,8 @@ def the_kernel() -> CKernel:
 
 @pytest.fixture(name="counted")
 def counts_of_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often torch's operators of both functions, and C, were called."""
-    counted = dict.fromkeys(("solve_triangular", "conv1d", "delta_rule", "convolution"), 0)
+    """How often torch's operators of these functions, and C, were called."""
+    counted = dict.fromkeys(("solve_triangular", "conv1d", "einsum", "delta_rule", "convolution", "state_space"), 0)
 
     def count(place: Any, name: str) -> None:
         original = getattr(place, name)
@@ -51,7 +52,7 @@ def counts_of_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         monkeypatch.setattr(place, name, run)
 
-    for place, name in zip((torch.linalg, functional, mixers, mixers), tuple(counted), strict=True):
+    for place, name in zip((torch.linalg, functional, torch, *[mixers] * 3), tuple(counted), strict=True):
         count(place, name)
     assert interception.operators_are_intercepted(), "a user's convolution would run"
     monkeypatch.setattr(interception, "_ORIGINALS", interception._FUNCTIONS(functional))
@@ -74,12 +75,13 @@ def test_a_prompt_calls_no_function_of_torch(family: str, counted: dict[str, int
             counted.update(dict.fromkeys(counted, 0))
             first_token(model, given, backend=backend)
             called = {name for name, times in counted.items() if times}
-            has_delta = family in ("qwen3_5", "olmo_hybrid")
-            pairs = [("convolution", "conv1d"), *([("delta_rule", "solve_triangular")] if has_delta else [])]
+            pairs = [("convolution", "conv1d")]
+            pairs += [("delta_rule", "solve_triangular")] if family in ("qwen3_5", "olmo_hybrid") else []
+            pairs += [("state_space", "einsum")] if family in ("bamba", "granitemoehybrid") else []
             assert called == {one if in_c else other for one, other in pairs}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl", "olmo_hybrid", "bamba"])
 def test_the_text_is_the_same(family: str) -> None:
     model = text_model(family, **OTHERS[family]) if family in OTHERS else model_of(family)
     given = text_batch() if family in OTHERS else ragged(model)
@@ -172,6 +174,23 @@ def test_arguments_that_c_does_not_know(kernel: CKernel) -> None:
         assert c_functions.in_c(kernel, convolution, inputs | {"seq_idx": torch.zeros(2, 9).int()}) is None
     with torch.enable_grad():
         assert c_functions.in_c(kernel, delta, example) is None
+
+
+def test_arguments_of_a_state_space(kernel: CKernel) -> None:
+    """What transformers returns without a state before, limits, a bias or softplus, in half precision too."""
+    space, example = getattr(modeling_bamba, SPACE), c_functions._state_space_example()
+    half = {name: one.bfloat16() for name, one in example.items() if name in ("hidden_states", "dt", "B", "C", "D")}
+    changes: list[dict[str, Any]] = [
+        *({"initial_states": None}, {"dt_bias": None}, {"dt_softplus": False}, {"dt_limit": (0.0, 0.7)}),
+        *({"return_final_states": False}, {"z": None}, half),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            found = c_functions.in_c(kernel, space, example | change)
+            assert found is not None and c_functions._agree(found, space(**example | change))
+        assert c_functions.in_c(kernel, space, {k: v for k, v in example.items() if k != "dt_limit"}) is not None
+        assert c_functions.in_c(kernel, space, example | {"D": None}) is None
+        assert c_functions.in_c(kernel, space, example | {"z": example["hidden_states"]}) is None
 
 
 def test_numbers_that_are_not_finite_are_those_of_torch(kernel: CKernel, counted: dict[str, int]) -> None:

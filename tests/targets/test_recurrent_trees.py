@@ -31,6 +31,7 @@ from mmspec.targets.registry import find_adapter
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 BATCH = 3
+TEXT = ("lfm2", "bamba", "granitemoehybrid")
 TAPS = (1, 3)
 
 
@@ -100,9 +101,8 @@ def check(model: PreTrainedModel, kernel: CKernel | None = None) -> None:
     """Trees of several sizes; rows that accept nothing, up to each depth, and whole paths."""
     chosen = kernel or load_kernel()
     assert chosen is not None
-    inputs = tiny.build_inputs(
-        model, 4, BATCH, images=None if model.tiny_spec.family == "lfm2" else [1, 0, 1], padding="left"
-    )
+    images = None if model.tiny_spec.family in TEXT else [1, 0, 1]
+    inputs = tiny.build_inputs(model, 4, BATCH, images=images, padding="left")
     branches = 0
     for depths in ((1, 2, 3), (0, 0, 0), (4, 64, 2), (64, 64, 64)):
         for sizes in ((7, 16, 2, 9), (33,), (3, 1, 5)):
@@ -114,7 +114,7 @@ def check(model: PreTrainedModel, kernel: CKernel | None = None) -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl", "lfm2", "lfm3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl", "lfm3_vl", *TEXT])
 def test_each_node_has_the_bits_of_its_path(family: str, dtype: str) -> None:
     check(get_model(family, seed=17, layers=4, dtype=dtype))
 
@@ -171,11 +171,27 @@ BUGS = {
     "states of another row": ("NAME(load_block)(l->state + state, D,", "NAME(load_block)(l->state + h * D * V, D,"),
 }
 """{what is wrong: (text of mixers.h, replacement)}"""
+SPACE_BUGS = {
+    "rows of another head": ("l->channels + h * V + first, *const rates", "l->channels + first, *const rates"),
+    "a step without its bias": ("round1(l->decay_bias[h], kept)", "0"),
+    "a decay without its logarithm": ("to[h] = -expf(l->decay_log[h]) * step;", "to[h] = -l->decay_log[h] * step;"),
+    "x without its factor": ("round1(x[r] * l->skip[h], type), type);", "0, type);"),
+    "a gate of another group": ("l->channels + task % G * size;", "l->channels;"),
+    "a norm before the gate": (
+        "NAME(store_some)(x + k, v * (gate * NAME(sigmoid)(gate)), size - k);",
+        "NAME(store_some)(x + k, v, size - k);",
+    ),
+    "weights of another group": (
+        "NAME(load_some)(l->mix_scale + task % G * size + k",
+        "NAME(load_some)(l->mix_scale + k",
+    ),
+}
+"""The same of a state space, which the comparison with the model's own forward finds."""
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [*BUGS, *SPACE_BUGS])
 def test_bugs_can_be_planted(bug: str) -> None:
-    assert faulty_sources(*BUGS[bug], "mixers.h")
+    assert faulty_sources(*(BUGS | SPACE_BUGS)[bug], "mixers.h")
 
 
 @pytest.mark.slow
@@ -184,6 +200,38 @@ def test_planted_bugs_are_caught(bug: str) -> None:
     kernel = faulty_kernel(*BUGS[bug], "mixers.h", optimized=False)
     with pytest.raises(AssertionError):
         check(tiny.build_model(tiny.ModelSpec("qwen3_5", seed=17, layers=4)), kernel)
+
+
+def runs_in_c(kernel: CKernel | None, dtype: str = "float32") -> bool:
+    """Whether C decodes a state space whose numbers differ in each head and group."""
+    assert kernel is not None
+    model, rounds = tiny.build_model(tiny.ModelSpec("bamba", seed=17, layers=4, dtype=dtype)), list[bool]()
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        for name in ("A_log", "D", "dt_bias"):
+            if hasattr(module, name):
+                getattr(module, name).data.uniform_(-1, 1, generator=generator)
+        if type(module).__name__.endswith("NormGated"):
+            module.weight.data.uniform_(0.5, 2, generator=generator)
+
+    def use(target: HFTarget) -> None:
+        target.prefill()
+        target.use_c(kernel, unknown_code(target.adapter, scan_modules(target.model)))
+        rounds.append(target.c_forwards is not None)
+
+    inside(model, tiny.build_inputs(model, 4, BATCH, images=None, padding="left"), use)
+    return rounds[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_state_space_runs_in_c(dtype: str) -> None:
+    assert runs_in_c(load_kernel(), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", SPACE_BUGS)
+def test_a_state_space_that_is_wrong_does_not_run_in_c(bug: str) -> None:
+    assert not runs_in_c(faulty_kernel(*SPACE_BUGS[bug], "mixers.h", optimized=False))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -253,7 +301,7 @@ def test_nan_in_a_state_stays_in_its_row() -> None:
 
 def _mixer(model: PreTrainedModel) -> Any:
     layer = model.get_decoder().layers[0]
-    return next(getattr(layer, name) for name in ("linear_attn", "conv", "self_attn") if hasattr(layer, name))
+    return next(filter(None, (getattr(layer, name, None) for name in ("linear_attn", "conv", "self_attn", "mamba"))))
 
 
 def _other_types(model: PreTrainedModel) -> None:
@@ -278,7 +326,7 @@ def _nan(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "lfm3_vl", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "lfm3_vl", "gemma4", "granitemoehybrid"])
 @pytest.mark.parametrize("change", [_other_types, _no_projection, _no_weight, _nan], ids=lambda one: one.__name__[1:])
 def test_models_that_are_broken_fail_as_without_us(
     family: str, change: Callable[[PreTrainedModel], None], monkeypatch: pytest.MonkeyPatch
@@ -290,7 +338,7 @@ def test_models_that_are_broken_fail_as_without_us(
     for is_patched in (False, True):
         model = tiny.build_model(tiny.ModelSpec(family, seed=3, layers=3))
         change(model)
-        inputs = tiny.build_inputs(model, 5, 1, images=None if family == "lfm2" else [1], padding="none")
+        inputs = tiny.build_inputs(model, 5, 1, images=None if family in TEXT else [1], padding="none")
         try:
             if is_patched:
                 mmspec.patch(model, "lookup")

@@ -57,6 +57,32 @@ def _qwen3_next(spec: Any, ids: Any) -> PreTrainedModel:
     return Qwen3NextForCausalLM._from_config(config, attn_implementation=spec.attention)
 
 
+def _mamba(spec: Any) -> dict[str, int]:
+    """Two groups of heads, and more tokens in a prompt than a chunk has."""
+    sizes = {"n_heads": 4, "d_head": spec.hidden // 2, "n_groups": 2, "d_state": 8, "chunk_size": 8}
+    return {f"mamba_{name}": size for name, size in sizes.items()}
+
+
+def _bamba(spec: Any, ids: Any) -> PreTrainedModel:
+    from transformers import BambaConfig, BambaForCausalLM
+
+    attention = [index for index, kind in enumerate(_mixed_layers(spec, "")) if kind]
+    config = BambaConfig(**text_values(spec, ids), **_mamba(spec), attn_layer_indices=attention)
+    return BambaForCausalLM._from_config(config, attn_implementation=spec.attention)
+
+
+def _granite_hybrid(spec: Any, ids: Any) -> PreTrainedModel:
+    """Without experts, as the small ones of Granite 4, and without positions."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    factors = {"embedding_multiplier": 1.5, "residual_multiplier": 0.8, "logits_scaling": 0.7}
+    values = text_values(spec, ids) | {"layer_types": _mixed_layers(spec, "linear_attention"), "num_local_experts": 0}
+    config = GraniteMoeHybridConfig(
+        **values, **_mamba(spec), **factors, attention_multiplier=0.4, shared_intermediate_size=2 * spec.hidden
+    )
+    return GraniteMoeHybridForCausalLM._from_config(config, attn_implementation=spec.attention)
+
+
 def _lfm2_values(spec: Any, ids: Any) -> dict[str, Any]:
     values = text_values(spec, ids) | {"layer_types": _mixed_layers(spec, "conv"), "block_multiple_of": 8}
     del values["head_dim"]
@@ -94,4 +120,6 @@ ROWS = (
     Family("qwen3_next", _qwen3_next, traits=STATE, **NO_DOUBLE),
     Family("lfm2_vl", _lfm2_vl, _lfm2_images, traits=STATE),
     Family("lfm2", _lfm2, traits=STATE),
+    Family("bamba", _bamba, traits=STATE),
+    Family("granitemoehybrid", _granite_hybrid, traits=f"{STATE}, no positions"),
 )
