@@ -76,9 +76,8 @@ class CaptionConfig(CaptionOptions):
 
         found = {name: getattr(self, name) for name, one in described(CaptionConfig).items() if one.in_file}
         found |= {name: absolute(found[name]) for name in ("model", "drafter", "root") if found[name]}
-        found |= {"report": os.path.abspath(self.report)} if self.report else {}
-        found |= {"out": os.path.abspath(self.out) if self.out != "-" else "-", "shard": "{}/{}".format(*self.shard)}
-        found |= {"compare": "all"} if self.compare < 0 else {}
+        found |= {name: os.path.abspath(found[name]) for name in ("out", "report") if found[name] not in (None, "-")}
+        found |= {"shard": "{}/{}".format(*self.shard)} | ({"compare": "all"} if self.compare < 0 else {})
         paths = [os.path.join(os.getcwd(), path) if is_local(path) else path for path in self.paths]
         return {"paths": paths} | {name: value for name, value in found.items() if value not in ((), {})}
 

@@ -111,11 +111,7 @@ class CaptionOptions(TableOptions):
     start: str | None = _text(None, "how every answer begins; the model goes on from there", _CAPTIONS)
     hide_start: bool = option(False, "leave the --start out of the caption", _SET, decides="if set")
     ban_words: tuple[str, ...] = _text(
-        (),
-        "a file of words, one a line, that the model does not write, nor capitalised",
-        _SET,
-        "FILE",
-        parse=parse.read_words,
+        (), "a file of words, one a line, not to be written, nor capitalised", _SET, "FILE", parse=parse.read_words
     )
     json_schema: str | None = _text(
         None,

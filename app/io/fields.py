@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ANY_FIELD = "*"
 """In place of names: all fields of a row."""
 MAX_FIELD_BYTES = 1 << 16
-"""Largest file beside a picture that is read."""
+"""Largest text or JSON file beside a picture, or member of an archive, that is read."""
 TEXT_SUFFIXES = {"caption": (".caption", ".txt")}
 """Field -> suffixes of its file beside a picture, where it is not that of its name alone."""
 PATH_FIELDS: dict[str, Callable[[str], str]] = {

@@ -15,7 +15,7 @@ MAX_KINDS = 8
 MAX_NAMES = 2
 SHARD_SUFFIXES = (".tar", ".parquet")
 TEXT_SUFFIXES = (".cap", ".caption", ".cls", ".json", ".text", ".txt")
-"""Members of archives that are certainly no pictures."""
+"""Of files that are certainly no pictures, but texts about them."""
 
 SENTENCES = {
     "formats": ("file", "skipped {count} of unsupported formats: {all}{hint}"),

@@ -190,7 +190,7 @@ def _object_records(text: ListText, reader: JsonReader, shape: Mapping[str, str]
     names = {normalized(key): start for key, start in shape.items()}
     is_record = (
         any(names.get(key, "").startswith("[") for key in TURN_KEYS)
-        or any(names.get(key) == '"' for key in ("prompt", *_file_columns(text)) if key != "url")
+        or any(names.get(key) == '"' for key in ("prompt", *text.file_columns) if key != "url")
     )  # fmt: skip
     key = next((key for key in RECORD_KEYS if shape.get(key) == "[{"), None)
     if key is None and len(shape) == 1 and text.kind == ".json":
@@ -213,7 +213,7 @@ def _table_records(text: ListText, whole: dict[str, Any]) -> list[Any]:
     columns, data = whole.get("columns"), whole.get("data")
     if isinstance(columns, list) and isinstance(data, list):  # orient="split"
         return [dict(zip(map(str, columns), row, strict=False)) if isinstance(row, list) else row for row in data]
-    named = [key for key in whole if normalized(key) in _file_columns(text)]
+    named = [key for key in whole if normalized(key) in text.file_columns]
     if values and all(isinstance(value, dict) for value in values):
         inner = set(values[0])
         if named and not inner <= _STRUCT_KEYS and all(set(value) == inner for value in values):  # orient="columns"
@@ -231,15 +231,10 @@ def _table_records(text: ListText, whole: dict[str, Any]) -> list[Any]:
 
 def _named(key: str, record: dict[str, Any], text: ListText) -> dict[str, Any]:
     """A record with its name as its file, if that is one and it has none; a name may lack the suffix of its picture."""
-    if any(normalized(name) in _file_columns(text) for name in record):
+    if any(normalized(name) in text.file_columns for name in record):
         return record
     folder = text.options.root or text.path.parent
     names = [key, *(f"{key}{suffix}" for one in sorted(IMAGE_SUFFIXES) for suffix in (one, one.upper()))]
     if os.path.splitext(key)[1].lower() not in MEDIA_SUFFIXES:
         names = [name for name in names[1:] if os.path.lexists(os.path.join(folder, name))]
     return {FILE_COLUMNS[0]: names[0]} | record if names else record
-
-
-def _file_columns(text: ListText) -> tuple[str, ...]:
-    wanted = text.options.image_column
-    return (normalized(wanted),) if wanted else FILE_COLUMNS

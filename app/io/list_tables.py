@@ -13,7 +13,6 @@ from typing import Any
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import FILE_COLUMNS, MEDIA_SUFFIXES
 from mmspec.app.io.fields import normalized
-from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.list_text import MAX_LINE_CHARS, ListText, Numbered
 
 _DELIMITERS = (",", ";", "\t", "|")
@@ -29,7 +28,7 @@ def table(text: ListText) -> Numbered:
         delimiter = given[4]
         number, header = next(lines, (number, ""))
     else:
-        delimiter = _delimiter(header, text.options) or ("\t" if text.kind == ".tsv" else ",")
+        delimiter = _delimiter(text, header) or ("\t" if text.kind == ".tsv" else ",")
     yield from _rows(text, chain([(number, header)], lines), delimiter)
 
 
@@ -37,7 +36,7 @@ def names(text: ListText) -> Numbered:
     """A path or address per line; a table if the first line is the header of one, as in Excel's "Unicode text"."""
     raw = text.raw_lines()
     first = next(raw, (0, ""))
-    if (delimiter := _delimiter(first[1], text.options)) is not None:
+    if (delimiter := _delimiter(text, first[1])) is not None:
         lines = ((number, text.decoded(number, line)) for number, line in raw)
         yield from _rows(text, chain([(first[0], text.decoded(*first))], lines), delimiter)
         return
@@ -59,20 +58,19 @@ def _is_there(text: ListText, name: str) -> bool:
     return bool(name) and os.path.lexists(os.path.join(text.options.root or text.path.parent, name))
 
 
-def _delimiter(header: str, options: SourceOptions) -> str | None:
+def _delimiter(text: ListText, header: str) -> str | None:
     """The delimiter with which a first line names a column of files."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_CHARS))
     for delimiter in _DELIMITERS:
         found = next(csv.reader([header], delimiter=delimiter), [])
-        if len(found) > 1 and _file_column(found, options) is not None:
+        if len(found) > 1 and _file_column(text, found) is not None:
             return delimiter
     return None
 
 
-def _file_column(header: list[str], options: SourceOptions) -> int | None:
+def _file_column(text: ListText, header: list[str]) -> int | None:
     """The first column that names files."""
-    wanted = {normalized(options.image_column)} if options.image_column else set(FILE_COLUMNS)
-    return next((number for number, name in enumerate(header) if normalized(name) in wanted), None)
+    return next((number for number, name in enumerate(header) if normalized(name) in text.file_columns), None)
 
 
 def _rows(text: ListText, lines: Iterable[tuple[int, str]], delimiter: str) -> Numbered:
@@ -144,7 +142,7 @@ def _literal(line: str, delimiter: str) -> list[str]:
 
 
 def _looks_like_row(text: ListText, header: list[str], cells: list[str]) -> bool:
-    column = _file_column(header, text.options)
+    column = _file_column(text, header)
     if column is None or len(cells) != len(header):
         return False
     name = cells[column]

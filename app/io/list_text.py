@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from mmspec.app.errors import UsageError
+from mmspec.app.io.cells import FILE_COLUMNS
+from mmspec.app.io.fields import normalized
 from mmspec.app.io.gzipped import UnpackedList, max_lines
 from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.left_out import LeftOut
@@ -49,6 +51,12 @@ class ListText:
     found: LeftOut
     max_rows: int
     unit: str = "line"
+
+    @property
+    def file_columns(self) -> tuple[str, ...]:
+        """Normalized names of the columns that may name files, in the order of preference."""
+        wanted = self.options.image_column
+        return (normalized(wanted),) if wanted else FILE_COLUMNS
 
     def where(self, number: int) -> str:
         """A row of it, for messages."""

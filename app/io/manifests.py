@@ -89,7 +89,6 @@ class _Entries:
     def __init__(self, text: ListText) -> None:
         self.text, self.options = text, text.options
         self.reach = Reach(str(text.path.parent), self.options.root, self.options.urls)
-        self._wanted = normalized(self.options.image_column) if self.options.image_column else None
         self._has_rows, self._first_empty = False, ""
 
     def item(self, number: int, row: dict[str, Any]) -> Item | None:
@@ -99,7 +98,7 @@ class _Entries:
             UsageError: it names nothing that may be read.
         """
         where = self.text.where(number)
-        keys = (self._wanted,) if self._wanted else FILE_COLUMNS
+        keys = self.text.file_columns
         columns = record_columns(row, keys)
         cell = next((columns[key] for key in keys if key in columns and not is_empty(columns[key])), None)
         asked, answered, shown = conversation(columns)

@@ -17,7 +17,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.kinds import media_kind
-from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden
+from mmspec.app.io.left_out import SHARD_SUFFIXES, TEXT_SUFFIXES, LeftOut, is_hidden
 from mmspec.app.io.manifests import is_manifest, read_manifest
 from mmspec.app.io.videos import AMBIGUOUS_SUFFIXES
 from mmspec.vision.video.containers import describe_format, read_header
@@ -129,7 +129,8 @@ class FileSource(RowSource):
         for file in self._others:
             suffix = file.suffix.lower()
             is_shard = suffix in SHARD_SUFFIXES  # those that a glob matches are sources of their own: `find_sources`
-            if is_manifest(file) or (is_shard and self._has_glob):
+            is_text = is_manifest(file) or suffix in TEXT_SUFFIXES or suffix[1:] in self._options.fields
+            if is_text or (is_shard and self._has_glob):
                 continue
             if (real := _real(file)) not in found.seen | self._excluded:
                 found.seen.add(real)

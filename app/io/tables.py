@@ -98,8 +98,7 @@ class Columns:
         Raises:
             UsageError: there is no such column, or none of pictures is known by its name.
         """
-        known = {name.lower(): name for name in reversed(names)}
-        image = options.image_column or next((known[name] for name in IMAGE_COLUMNS if name in known), None)
+        image = options.image_column or next(iter(wanted(IMAGE_COLUMNS, names).values()), None)
         if image is None:
             raise UsageError(f"{what} has no column of pictures; it has {listed(names)}: name one with --image-column")
         self.image, self.prompt, self.id = image, options.prompt_column, options.id_column

@@ -21,7 +21,7 @@ from typing import IO, Any
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing, listed
 from mmspec.app.io.content import ByteRange, Content, Unreadable, open_source
-from mmspec.app.io.fields import ANY_FIELD, TEXT_SUFFIXES, field_text
+from mmspec.app.io.fields import ANY_FIELD, MAX_FIELD_BYTES, TEXT_SUFFIXES, field_text
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.left_out import MAX_NAMES, is_hidden
 from mmspec.app.io.streams import StreamedSource
@@ -30,8 +30,6 @@ from mmspec.app.io.text import decode_text
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import describe_format
 
-MAX_TEXT_BYTES = 1 << 16
-"""Largest member that is read as a prompt, or as JSON with the prompt."""
 MAX_SAMPLE_MEMBERS = 4096
 """Members that are held as one sample; a larger one is divided where its names change."""
 _BLOCK = tarfile.BLOCKSIZE
@@ -208,8 +206,8 @@ class _Texts:
         if container is None:
             return None, None
         self.check_unique(container)
-        if container.size > MAX_TEXT_BYTES:
-            raise ImageError("TooLarge", f"{container.name} has {container.size} bytes; the limit is {MAX_TEXT_BYTES}")
+        if container.size > MAX_FIELD_BYTES:
+            raise ImageError("TooLarge", f"{container.name} has {container.size} bytes; the limit is {MAX_FIELD_BYTES}")
         self._file.seek(container.start)
         try:
             text = decode_text(self._file.read(container.size))

@@ -132,13 +132,12 @@ def banned_tokens(tokenizer: Any, words: Sequence[str], name: str) -> list[list[
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     found: list[list[int]] = []
-    line, others = encode("\n"), set(tokenizer.all_special_ids)  # the unknown token among them
+    line, blank, others = encode("\n"), encode(" "), set(tokenizer.all_special_ids)  # the unknown token among them
     for word in words:
         forms = dict.fromkeys((word, word[:1].upper() + word[1:]))
-        sequences = [encode(f"{start}{form}") for form in forms for start in ("", " ")]
-        lines = [encode(f"\n{form}") for form in forms]
-        sequences += [ids[len(line) :] for ids in lines if ids[: len(line)] == line]
-        known = [ids for ids in sequences if ids not in (encode(" "), []) and others.isdisjoint(ids)]
+        sequences = [encode(f"{start}{form}") for form in forms for start in ("", " ", "\n")]
+        sequences = [ids[len(line) :] if ids[: len(line)] == line else ids for ids in sequences]
+        known = [ids for ids in sequences if ids not in (blank, []) and others.isdisjoint(ids)]
         if not known:
             raise UsageError(
                 f"--ban-words: {word!r:.60} is no token of {name}, nor several: leave it out, or write it another way"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -184,10 +185,27 @@ def test_words_that_cannot_be_banned_are_found_before_the_weights(folder: Path, 
         ("A dog\nA dog\nA dog\nA dog\nA dog\n", "A dog"),
         ("one two three four five six seven", None),
         ("x" * 23, None),
+        ("In the van" + " man" * 9, "In the van man"),
+        ("I see a cat" + ", and a bat" * 4, "I see a cat, and a bat"),
+        ("A red bus." + " It is big." * 4 + " It", "A red bus. It is big."),
+        ("It is 3.2" + " 2.2" * 9, "It is 3.2 2.2"),
+        ("你好。" + "一只狗。" * 8, "你好。一只狗。"),
     ],
 )
 def test_a_loop_at_the_end_is_found(text: str, found: str | None) -> None:
     assert without_loop(text) == found
+
+
+@pytest.mark.parametrize("between", [" ", ", ", ". "])
+def test_what_stays_of_a_loop_ends_with_a_word(between: str) -> None:
+    """Words that begin and end alike before the loop and in it, and a last time that is there in part."""
+    rng = random.Random(1)
+    for _ in range(500):
+        before, loop = (rng.choices(["ban", "man", "an", "nan", "a"], k=rng.randint(1, 4)) for _ in range(2))
+        text = between.join([*before, *loop * 20])[: -rng.randint(1, 9)]
+        found = without_loop(text)
+        assert found is not None and text.startswith(found) and not text[len(found)].isalpha()
+        assert len(found.split()) <= len(before) + len(loop)
 
 
 def test_the_row_says_that_a_loop_was_cut(folder: Path) -> None:

@@ -20,6 +20,7 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.io.fields import MissingFieldError, field_names, fill
 from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import SourceOptions
 from research.synthetic_images import write_images
 
 KOHYA = {
@@ -150,6 +151,8 @@ def test_files_beside_pictures(folder: Path, tool: str) -> None:
     if tool == "taggui":
         assert prompts("upload", "{caption}; {txt}") == ["dog, grass; dog, grass", "cat; cat"]
     else:
+        read = Inputs(["upload"], SourceOptions(fields=("tags", "caption")))
+        assert read.left_out() == [], "a file that is read is not said to be skipped"
         assert prompts("upload", PROMPT.replace("{tags}", "{txt}") if tool == "kohya" else PROMPT) == EXPECTED
 
 
