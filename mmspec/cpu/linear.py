@@ -87,7 +87,7 @@ class LinearAutotuner:
         Returns:
             [..., out_features].
         """
-        num_rows = rows.numel() // rows.shape[-1]
+        num_rows = rows.numel() // max(1, rows.shape[-1])
         is_served = rows.dtype in FLOAT_TYPES and rows.dtype is layer.weight.dtype
         if not num_rows or torch.is_grad_enabled() or not is_served or _is_autocast():
             return functional.linear(rows, layer.weight, layer.bias)

@@ -39,6 +39,8 @@ IN_PLACE_NAMES = ("state", "conv_state")
 NEUTRAL_GATES = ({"g": 0.0, "beta": 0.0}, {"dt": -torch.inf})
 """Arguments of the recurrences that are known, with which a token neither decays a state (g is a logarithm, the time
 step softplus(dt)) nor writes."""
+UNLIMITED = {"dt_limit": (0.0, float("inf"))}
+"""Mamba-2's time step in rounds: transformers limits it in prompts, and not where it decodes one token."""
 MAX_STEPS = 8
 """Up to so many tokens are repeated by the function that transformers decodes with, one after the other."""
 
@@ -307,6 +309,8 @@ def _standing_in(replaced: UpdatingFunction, function: Callable[..., Any]) -> Ca
         log, kernel = _ACTIVE.get(), _KERNEL.get()
         if log is None and kernel is None:
             return function(*args, **kwargs)
+        if log is not None:
+            kwargs |= {name: value for name, value in UNLIMITED.items() if name in kwargs}
         values = dict(zip(names, args, strict=False)) | kwargs
         if log is not None and is_recurrence:
             log.last_call = RecurrenceCall(function, step, names[: len(args)], values)

@@ -126,6 +126,27 @@ def test_other_classes(model_type: str) -> None:
     assert not stats.fallback_reason and stats.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("limits", [(0.4, 0.6), (0.9, 1e6), (0.0, 0.2)])
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid"])
+def test_limited_time_steps(family: str, limits: tuple[float, float], dtype: str) -> None:
+    """transformers limits Mamba-2's time step in prompts, not where it decodes a token. float64 does not run in C."""
+    model = model_of(family, dtype=dtype)
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = limits
+            module.dt_bias.data = torch.linspace(-2, 2, module.dt_bias.numel(), dtype=module.dt_bias.dtype)
+    given = text_batch()
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, **ALL_OUTPUTS}
+    plain = model.generate(**given, **options)
+    with patch_model(model, drafter=HalfRight(plain.sequences), tree_size=8):
+        mine = model.generate(**given, **options)
+        assert mmspec.stats(model).num_accepted_tokens > 0
+    assert torch.equal(mine.sequences, plain.sequences)
+    for one, other in zip(mine.logits, plain.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=fuzz.TOLERANCE, atol=fuzz.TOLERANCE)
+
+
 def test_an_unknown_recurrence_goes_to_transformers() -> None:
     """Mamba-1 of transformers does not continue a state over several tokens at all."""
     model = text_model("jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False)
