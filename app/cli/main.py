@@ -40,7 +40,7 @@ COMMANDS = {
     "compare": (compare, "compare drafters on your model and image"),
     "train": (train, "train a drafter for a model"),
     "export": (export, "write a draft head for vLLM or SGLang"),
-    "cache": (cache, "measured costs, copies of models"),
+    "cache": (cache, "list or delete measured costs"),
     "env": (env, "versions and devices, for bug reports"),
 }
 """Name -> its module, with `DESCRIPTION`, `EPILOG` (a text, or what makes it when the help is shown), `add_options` and
