@@ -40,7 +40,8 @@ def write_job(folder: Path, count: int) -> Path:
         for number in range(count):
             names.write(f'{{"file_name": "{number:07d}.png", "id": "{number:07d}"}}\n')
             if number < count - 1:
-                rows.write(json.dumps(row | {"id": f"{number:07d}", "index": number}) + "\n")
+                line = json.dumps(row | {"id": f"{number:07d}", "index": number}) + "\n"
+                rows.write(line.replace("p/0.png", f"p/{number:07d}.png"))  # the file that the row is about
     Image.new("RGB", (10, 8)).save(folder / "p" / f"{count - 1:07d}.png")
     Image.new("RGB", (10, 8)).save(folder / "p" / f"{0:07d}.png")
     return manifest
