@@ -127,7 +127,6 @@ def test_compressors_of_other_families(family: str, tmp_path: Path, monkeypatch:
     [
         ["--set", "draft_vocab=60", "--evaluate", "1"],
         ["--set", "text_first"],
-        ["--set", "text_first"],
         ["--compressor", "latent:2"],
         ["--compressor", "elastic:2"],
     ],
