@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +45,8 @@ SIZES = (
     Sizes(2, 5, 3, 3, 256, 17),
     Sizes(1, 64, 16, 16, 16, 64),
 )
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, ...]
+"""Five tensors of each token, what all tokens have, if anything, and the state before them."""
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -89,29 +92,30 @@ def delta(kernel: CKernel, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return found
 
 
-def of_tokens(inputs: Inputs, begin: int, end: int) -> Inputs:
-    """Some tokens; the state stays."""
-    return (*(part[:, begin:end] for part in inputs[:5]), inputs[5])  # type: ignore[return-value]
+def check_divisions(run: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs) -> None:
+    """No bit depends on how tokens and rows are divided; `run` returns what is read and the last state."""
+    found, state = run(inputs)
+    parts, behind = list[Tensor](), inputs[-1]
+    begin, step = 0, 1
+    while begin < found.shape[1]:
+        part, behind = run((*(one[:, begin : begin + step] for one in inputs[:5]), *inputs[5:-1], behind))
+        parts.append(part)
+        begin, step = begin + step, step % 7 + 1
+    assert torch.equal(torch.cat(parts, 1), found) and torch.equal(behind, state)
+    for row in range(found.shape[0]):
+        alone = run(tuple(part if part.dim() == 1 else part[row : row + 1] for part in inputs))
+        assert torch.equal(alone[0][0], found[row]) and torch.equal(alone[1][0], state[row])
 
 
 def check_delta(kernel: CKernel, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Numbers of double precision, and no bit depends on how the tokens and rows are divided."""
+    """Numbers of double precision, and the same bits in any division."""
     inputs = delta_inputs(sizes, dtype)
     found, state = delta(kernel, inputs)
     assert found.dtype is dtype and found.is_contiguous() and state.dtype is torch.float32
     for mine, want in zip((found, state), slow_delta(*inputs), strict=True):
         rounding = torch.finfo(mine.dtype).eps * want.abs().max().item()
         torch.testing.assert_close(mine.double(), want, rtol=0, atol=2e-6 + rounding)
-    parts, behind = list[Tensor](), inputs[5]
-    begin, step = 0, 1
-    while begin < sizes.length:
-        part, behind = delta(kernel, (*of_tokens(inputs, begin, begin + step)[:5], behind))
-        parts.append(part)
-        begin, step = begin + step, step % 7 + 1
-    assert torch.equal(torch.cat(parts, 1), found) and torch.equal(behind, state)
-    for row in range(sizes.batch):
-        alone = delta(kernel, tuple(part[row : row + 1] for part in inputs))  # type: ignore[arg-type]
-        assert torch.equal(alone[0][0], found[row]) and torch.equal(alone[1][0], state[row])
+    check_divisions(partial(delta, kernel), inputs)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -273,30 +277,20 @@ def slow_space(
     return found, state
 
 
-def space(kernel: CKernel, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def space(kernel: CKernel, inputs: Inputs) -> tuple[Tensor, Tensor]:
     found = mixers.state_space(kernel, *inputs)
     assert found is not None
     return found
 
 
 def check_space(kernel: CKernel, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Numbers of double precision, and no bit depends on how the tokens and rows are divided."""
+    """Numbers of double precision, and the same bits in any division."""
     inputs = space_inputs(sizes, dtype)
     found, state = space(kernel, inputs)
     assert found.dtype is state.dtype is torch.float32
     for mine, want in zip((found, state), slow_space(*inputs), strict=True):
         torch.testing.assert_close(mine.double(), want, rtol=0, atol=2e-6 * (1 + want.abs().max().item()))
-    parts, behind = list[Tensor](), inputs[6]
-    begin, step = 0, 1
-    while begin < sizes.length:
-        tokens = [part[:, begin : begin + step] for part in inputs[:5]]
-        part, behind = space(kernel, (*tokens, inputs[5], behind))
-        parts.append(part)
-        begin, step = begin + step, step % 7 + 1
-    assert torch.equal(torch.cat(parts, 1), found) and torch.equal(behind, state)
-    for row in range(sizes.batch):
-        alone = space(kernel, tuple(part if part.dim() == 1 else part[row : row + 1] for part in inputs))
-        assert torch.equal(alone[0][0], found[row]) and torch.equal(alone[1][0], state[row])
+    check_divisions(partial(space, kernel), inputs)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -307,7 +301,7 @@ def test_a_state_space_is_right_and_its_bits_the_same_in_any_division(
     check_space(kernel, sizes, dtype)
 
 
-def advanced_space(kernel: CKernel, sizes: Sizes, inputs: tuple[Tensor, ...]) -> Tensor:
+def advanced_space(kernel: CKernel, sizes: Sizes, inputs: Inputs) -> Tensor:
     """The state that a commit of all tokens leaves, if they are the nodes of a round."""
     x, dt, decay, b, c, skip, state = inputs
     mixed = torch.cat([part.float().flatten(2) for part in (x, b, c)], 2).contiguous()
